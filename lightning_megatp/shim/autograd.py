@@ -8,7 +8,6 @@ import gc
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch._functorch import apis, eager_transforms
 from torch.autograd import forward_ad
 
 from lightning_megatp.origins import is_torchs
+from lightning_megatp.shim.standing import Handle, Standing
 
 
 def accumulated_parameter(node: Any) -> Tensor | None:
@@ -112,7 +112,7 @@ class DirectFunction(torch.autograd.Function):
                 " used under torch.func (vmap, grad, jvp, ...), which can't follow what the ranks send each other."
                 " Leave the layers that it runs out of the plan."
             )
-        return super().apply(*args) if _asked.by_all else _function_apply(None, cls)(*args)
+        return super().apply(*args) if _functions.by_all else _function_apply(None, cls)(*args)
 
 
 _function_apply = torch._C._FunctionBase.__dict__["apply"].__get__
@@ -123,43 +123,26 @@ APPLY_IS_PYTHON = inspect.ismethod(torch.autograd.Function.apply)
 _function_base: Any = torch.autograd.function._SingleLevelFunction if APPLY_IS_PYTHON else torch.autograd.Function
 """Whose `apply` is replaced by `handle_functions`."""
 
-Handle = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Stands for the call of a function: given the function, what calls it, and with what."""
+
+class _Functions(Standing):
+    """Who stands for the calls of functions."""
+
+    by_all = False
+    """Whether somebody stands for calls of a DirectFunction, too."""
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Who stands for the calls of functions now, the inner one last."""
-
-    handles: tuple[Handle, ...] = ()
-    by_all: bool = False
-    """Whether one of them stands for calls of a DirectFunction, too."""
-
-    def call(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What is computed in place of `apply(*args, **kwargs)`."""
-        if not self.handles:
-            return apply(*args, **kwargs)
-        *outer, handle = self.handles
-
-        def further(*args: Any, **kwargs: Any) -> Any:
-            return _Asked(tuple(outer)).call(function, apply, args, kwargs)
-
-        return handle(function, further if outer else apply, args, kwargs)
-
-
-_asked = _Asked()
+_functions = _Functions()
 
 
 @functools.cache
 def _ask_always() -> None:
-    """Ask `_asked` in all calls of functions, for good: to change a class makes Python forget what it knows of that and
-    of all derived from it, and steps would do that twice each."""
+    """Ask `_functions` in all calls, for good."""
     apply = _function_base.__dict__.get("apply", torch._C._FunctionBase.__dict__["apply"])
     script = torch.jit.ScriptFunction.__call__
     _function_base.apply = classmethod(
-        lambda cls, *args, **kwargs: _asked.call(cls, apply.__get__(None, cls), args, kwargs)
+        lambda cls, *args, **kwargs: _functions.call(cls, apply.__get__(None, cls), args, kwargs)
     )
-    torch.jit.ScriptFunction.__call__ = lambda self, *args, **kwargs: _asked.call(  # type: ignore[method-assign]
+    torch.jit.ScriptFunction.__call__ = lambda self, *args, **kwargs: _functions.call(  # type: ignore[method-assign]
         self, script.__get__(self), args, kwargs
     )
 
@@ -174,14 +157,13 @@ def handle_functions(handle: Handle, others_only: bool = False) -> Iterator[None
     method calls its base class's, which is replaced here. In 2.14 it is one with the engine's own: `unbind_functions`.
     Contexts may be nested: the inner one is asked first. They hold in all threads, as backward has its own.
     """
-    global _asked
     _ask_always()
-    before = _asked
-    _asked = _Asked((*before.handles, handle), before.by_all or not others_only)
+    before, _functions.by_all = _functions.by_all, _functions.by_all or not others_only
     try:
-        yield
+        with _functions.by(handle):
+            yield
     finally:
-        _asked = before
+        _functions.by_all = before
 
 
 class _LateApply:

@@ -16,10 +16,10 @@ ADDS_UP_IN_PLACE = hasattr(FSDPModule, "finalize_backward")
 tensor of FSDP2's own where that is another dtype than the parameters' (2.11-2.13)."""
 
 
-def is_post_backward(node: type) -> bool:
+def is_post_backward(kind: type) -> bool:
     """Whether nodes of this type in an autograd graph are those that FSDP2 hangs on all inputs of a unit together: each
     of their outputs is the input of the same position, and knows nothing of the others."""
-    return node.__name__ == "RegisterPostBackwardFunctionBackward"
+    return kind.__name__ == "RegisterPostBackwardFunctionBackward"
 
 
 def forget_accumulated(module: Any) -> None:

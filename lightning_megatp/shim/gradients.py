@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lightning_megatp.shim.standing import Standing
+
 
 class ClipCall:
     """A call of one of the two functions.
@@ -98,33 +100,26 @@ _CLIPPING = [
 ]
 
 
-ZeroGrad = Callable[[functools.partial[Any]], Any]
-"""Is given a call of a module's `zero_grad`; its first argument is the module."""
-
-_asked: ZeroGrad | None = None
+_clearing = Standing()
 
 
 @functools.cache
 def _ask_always() -> None:
-    """Ask `_asked` in all calls of modules' `zero_grad`, for good: to change a class makes Python forget what it knows
-    of that and of all derived from it, from 3.13 on for ever after a thousand times, and all modules are."""
+    """Ask `_clearing` in all calls of modules' `zero_grad`, for good."""
     bare = nn.Module.zero_grad
 
     @functools.wraps(bare)
     def zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(bare, self, *args, **kwargs)
-        return call() if _asked is None else _asked(call)
+        return _clearing.call(self, bare, (self, *args), kwargs)
 
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def zero_grad_by(zero_grad: ZeroGrad) -> Iterator[None]:
-    """Let calls of any module's `zero_grad()` go another way. The innermost such context is asked."""
-    global _asked
+def zero_grad_by(zero_grad: Callable[[functools.partial[Any]], Any]) -> contextlib.AbstractContextManager[None]:
+    """Let calls of any module's `zero_grad()` go another way.
+
+    Args:
+        zero_grad: is given a call; its first argument is the module.
+    """
     _ask_always()
-    before, _asked = _asked, zero_grad
-    try:
-        yield
-    finally:
-        _asked = before
+    return _clearing.by(lambda module, work, args, kwargs: zero_grad(functools.partial(work, *args, **kwargs)))

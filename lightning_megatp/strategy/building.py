@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_megatp.batches.example import Example
 from lightning_megatp.building.building import Building
@@ -115,3 +116,18 @@ class BuildingMethods(StrategyState):
         if self._before_building is not None:  # set-up failed: another run shall not find layers without values
             self._before_building.restore()
             self._building = self._before_building = None
+
+
+def check_has_shapes(module: nn.Module) -> None:
+    """Refuse layers that wait for their first forward.
+
+    Raises:
+        ValueError: there are some.
+    """
+    lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
+    if lazy:
+        raise ValueError(
+            f"MegaTPStrategy: `{lazy[0]}` is a lazy module's, which has no shape before its first forward: what a rank"
+            " holds can't be planned. Run the model once on some rows in `setup` or `__init__`, or give the layer its"
+            " sizes."
+        )

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch.nn.parameter import is_lazy
 
 from lightning_megatp.batches.example import Example
 from lightning_megatp.batches.same import SameBatch
@@ -48,7 +47,7 @@ from lightning_megatp.strategy.arguments import (
 from lightning_megatp.strategy.around_hooks import HookMethods
 from lightning_megatp.strategy.batch_norm import BatchNormGroups
 from lightning_megatp.strategy.buffers import SentBuffers
-from lightning_megatp.strategy.building import BuildingMethods
+from lightning_megatp.strategy.building import BuildingMethods, check_has_shapes
 from lightning_megatp.strategy.callbacks import (
     check_callbacks,
     count_replicas,
@@ -360,13 +359,7 @@ class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods
             self.model = self.precision_plugin.convert_module(module)
         if building is not None:
             building.finish(module)
-        lazy = [name for name, x in (*module.named_parameters(), *module.named_buffers()) if is_lazy(x)]
-        if lazy:
-            raise ValueError(
-                f"MegaTPStrategy: `{lazy[0]}` is a lazy module's, which has no shape before its first forward: what a"
-                " rank holds can't be planned. Run the model once on some rows in `setup` or `__init__`, or give the"
-                " layer its sizes."
-            )
+        check_has_shapes(module)
         if building and self.parallelism.split_form(module) is not None:
             raise ValueError(
                 "MegaTPStrategy: configure_model creates the layers once more, of a LightningModule that an earlier run"

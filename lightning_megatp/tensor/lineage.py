@@ -104,17 +104,17 @@ def _note_use(node: Any, lineage: Lineage) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind(node: type) -> str:
+def _kind(kind: type) -> str:
     """The kind of all nodes of a type: an autograd function's in Python, a leaf's, or another that torch itself made.
     Such a walk visits every node of every step, and there are more of the last kind than of the others. The inputs of
     the kind "each" have nothing to do with each other."""
-    if node.__name__ == "CheckpointFunctionBackward":
+    if kind.__name__ == "CheckpointFunctionBackward":
         return "reentrant"
-    if is_post_backward(node):
+    if is_post_backward(kind):
         return "each"
-    if issubclass(node, BackwardCFunction):
+    if issubclass(kind, BackwardCFunction):
         return "function"
-    return "leaf" if hasattr(node, "variable") else "other"
+    return "leaf" if hasattr(kind, "variable") else "other"
 
 
 def enters_region(x: Tensor) -> bool:

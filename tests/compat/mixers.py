@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.compat.handwritten import HEADS, LENGTH, MLP, VOCABULARY, WIDTH, Batch, RMSNorm, language, token_loss
+from tests.compat.handwritten import HEADS, LENGTH, MLP, VOCABULARY, WIDTH, RMSNorm, language, token_loss
 
 HEAD = WIDTH // HEADS
 
@@ -263,7 +263,7 @@ class Splines(nn.Module):
         return self.base(F.silu(x)) + self.spline(torch.exp(-((x.unsqueeze(-1) - self.grid) ** 2)).flatten(-2))
 
 
-class Slots(nn.Module):
+class InducingPoints(nn.Module):
     """Inducing points between tokens (Set Transformer, Lee et al. 2019)."""
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ MIXERS: dict[str, Callable[[], nn.Module]] = {
     "dora": lambda: Adapted(magnitudes=True),
     "gated_linear": GatedLinear,
     "gmlp": Spatial,
-    "inducing_points": Slots,
+    "inducing_points": InducingPoints,
     "kan": lambda: nn.Sequential(Splines(WIDTH, 32), Splines(32, WIDTH)),
     "latent_attention": LatentAttention,
     "linear_recurrence": LinearUnit,
@@ -390,12 +390,8 @@ def _model(mixer: Callable[[], nn.Module]) -> Callable[[float], nn.Module]:
     return lambda dropout: MixerLM(lambda: Mixed(mixer()))
 
 
-def _batch(seed: int, padding: bool) -> Batch | None:
-    return language(seed, padding)
-
-
 MODELS: dict[str, tuple[str, Callable[[float], nn.Module], Callable[[int, bool], Any]]] = {
-    **{name: ("mixer", _model(mixer), _batch) for name, mixer in MIXERS.items()},
-    "ngpt": ("mixer", lambda dropout: MixerLM(Normalized), _batch),
+    **{name: ("mixer", _model(mixer), language) for name, mixer in MIXERS.items()},
+    "ngpt": ("mixer", lambda dropout: MixerLM(Normalized), language),
 }
 """As `handwritten.MODELS`."""

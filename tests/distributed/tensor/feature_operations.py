@@ -52,7 +52,7 @@ LOCAL: dict[str, Operation] = {
     "norm of groups": lambda x, o: (
         F.group_norm(x, HEADS, o.per_head.flatten(), o.y[0, :, 0, 0], 1e-3),
         nn.functional.group_norm(x.transpose(1, 2).reshape(2 * T, -1), HEADS),
-        F.group_norm(x.flatten(2), HEADS, weight=o.per_head.flatten()),
+        torch.group_norm(input=x.flatten(2), num_groups=HEADS, weight=o.per_head.flatten()),
     ),
     "softmax": lambda x, o: x.softmax(-1) + F.log_softmax(x, dim=2) + torch.cumsum(x, -2),
     "norms": lambda x, o: F.layer_norm(x, (T, D)) + F.rms_norm(x, (D,), o.weight) + F.normalize(x, dim=-1),

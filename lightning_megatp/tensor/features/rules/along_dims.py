@@ -37,13 +37,15 @@ def normalise(call: Call) -> Decision | None:
 
 def group_norm(call: Call) -> Decision | None:
     """Where each rank holds whole groups: of heads, say."""
-    x, groups, layout = call.args[0], call.argument(1, "num_groups"), call.layout
-    if not isinstance(x, Operand) or not x.sharded or layout.dim != 1 - x.ndim or not isinstance(groups, int):
+    x, groups, layout = call.argument(0, "input"), call.argument(1, "num_groups"), call.layout
+    if not isinstance(x, Operand) or not x.sharded or layout.dim != 1 - x.ndim:
         return None
-    size, odd = divmod(layout.size, groups)
+    if not isinstance(groups, int) or groups < 1 or layout.size % groups:
+        return None
+    size = layout.size // groups
     held = [[edge % size for edges in ranges for edge in edges] for ranges in layout.by_rank]
     aligned = align(call, [layout.dim if operand is x else -1 for operand in call.operands])
-    if odd or not all(held) or any(map(any, held)) or aligned is None or aligned[1] != layout.by_rank:
+    if not all(held) or any(map(any, held)) or aligned is None or aligned[1] != layout.by_rank:
         return None
     own, eps = length(layout.own) // size, call.argument(4, "eps", default=1e-5)
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
