@@ -20,7 +20,7 @@ from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.results import Results, Step, loss_in
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
-from lightning_megatp.pipeline.tail_check import Finding, TailCheck
+from lightning_megatp.pipeline.tail_check import End, Finding, TailCheck
 from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import has_order
@@ -98,31 +98,42 @@ class Findings:
             seed: of the batch.
             loss: the batch's, by its microbatches; None in evaluation.
             results: of these.
+
+        Communication: an object all-gather over dp.
         """
-        group, sharding = self._parallel.default_group, self._parallel.sharding if check.takes_parameters else None
-        before = random_state()
+        before, ways = random_state(), []
+        with contextlib.suppress(Exception):  # of what nobody asked for: it may be no part of a batch's
+            ways = check.join()
+        counts = self._of_copies(len(ways))  # each runs as many tails
+        if not all(counts):
+            return
         try:
-            leaves = check.join()
-            tail = functools.partial(self._slicer.run, check.plan, check.stage, step, check.batch, leaves, seed)
-            with (
-                self._metrics.apart(),
-                self._aggregates.paused(),
-                self._slicer.undone(),
-                uncompiled(),  # for a shape that is met once
-                self._logs.recording() as calls,
-                contextlib.nullcontext() if group is None else group.used(),
-                torch.no_grad(),
-            ):
-                done = sharding.between_steps(tail) if sharding is not None else tail()
-                draws = not is_random_state(before)
-        except Exception:  # of what nobody asked for; it may take gradients
+            ends = [self._end(check, step, seed, ways[min(i, len(ways) - 1)]) for i in range(max(counts))]
+        except Exception:  # it may take gradients
             return
-        if draws:
+        if not is_random_state(before):
             return
+        end = functools.reduce(End.known, ends)
         if loss is not None:
             losses = list(results.loss.losses.values())
-            self._found[:] = check.of_loss(loss_in(done.result), loss, losses, self._found)
-        self._found += check.of_logs(calls, results.of_batch)
+            self._found[:] = check.of_loss(end.loss, loss, losses, self._found)
+        self._found += check.of_logs(end.calls, results.of_batch)
+
+    def _end(self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor]) -> End:
+        """What the tail makes of values that are put together."""
+        group, sharding = self._parallel.default_group, self._parallel.sharding if check.takes_parameters else None
+        tail = functools.partial(self._slicer.run, check.plan, check.stage, step, check.batch, leaves, seed)
+        with (
+            self._metrics.apart(),
+            self._aggregates.paused(),
+            self._slicer.undone(),
+            uncompiled(),  # for a shape that is met once
+            self._logs.recording() as calls,
+            contextlib.nullcontext() if group is None else group.used(),
+            torch.no_grad(),
+        ):
+            done = sharding.between_steps(tail) if sharding is not None else tail()
+        return End(loss_in(done.result), calls)
 
     def say(self) -> None:
         """Say what the copies of the model have found in their parts of this batch: each once, though it may be so in

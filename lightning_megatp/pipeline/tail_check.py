@@ -47,7 +47,7 @@ class TailCheck:
         wanted = frozenset(relay.key for relay in plan.relays[-1])
         self.kept = [Kept(wanted) for _ in range(microbatches)]
         """By microbatch, what the last stage makes for the tail."""
-        self._whole = WholeLoss(batch, plan, averages=False)
+        self._whole = WholeLoss(batch, plan)
 
     @classmethod
     def of(cls, batch: Any, plan: SlicePlan | None, plans: Sequence[SlicePlan]) -> TailCheck | None:
@@ -80,14 +80,21 @@ class TailCheck:
         self._whole.parts.append([values[r.key].detach() for r in self.plan.relays[-1] if r.key in values])
         self.kept[microbatch].values.clear()
 
-    def join(self) -> list[Tensor]:
-        """What the tail takes of all microbatches.
+    def join(self) -> list[list[Tensor]]:
+        """What the tail takes of all microbatches. Where stages make numbers of a microbatch (the loss of an earlier
+        network, an auxiliary one of experts) nobody knows those of the batch: they are the first microbatch's and, in a
+        second list, the last one's. What comes out the same doesn't depend on them.
 
         Raises:
             SliceError: that can't be put together.
             ValueError: some of it was not made.
         """
-        return self._whole.join()
+        self._whole.stands = 0
+        ways = [self._whole.join()]
+        if self._whole.has_numbers:
+            self._whole.stands = -1
+            ways.append(self._whole.join())
+        return ways
 
     def of_loss(
         self, whole: Any, loss: Tensor, losses: Sequence[Tensor], reasons: Sequence[Finding]
@@ -95,7 +102,7 @@ class TailCheck:
         """What is to be said of the batch's loss.
 
         Args:
-            whole: the loss of the tail.
+            whole: the loss of the tail; None if that isn't known.
             loss: that of the microbatches together.
             losses: theirs.
             reasons: why it may be another one, as far as that was seen. The first of them is given the numbers.
@@ -127,6 +134,26 @@ class TailCheck:
         more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
         named = ", ".join(texts[:_MOST_NAMES] + more)
         return [Finding(tuple(f"log {x.entry.name}" for x, _ in found), _LOGGED.format(len(self.kept), named))]
+
+
+class End(NamedTuple):
+    """What a tail came to."""
+
+    loss: Any
+    calls: Sequence[Call]
+    """Of `self.log`."""
+
+    def known(self, other: End) -> End:
+        """What is the same in another one."""
+        loss = self.loss if _is_same(self.loss, other.loss) else None
+        if len(self.calls) != len(other.calls):
+            return End(loss, [])
+        pairs = zip(self.calls, other.calls, strict=True)
+        return End(loss, [x for x, y in pairs if x.entry.name == y.entry.name and _is_same(x.value, y.value)])
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.equal(other)
 
 
 def _early(plan: SlicePlan, with_tail: SlicePlan) -> list[Any]:

@@ -26,12 +26,13 @@ class WholeLoss:
     Args:
         batch: all of it.
         plan: of the step on it.
-        averages: take the mean of numbers that blocks make of a microbatch, which are no longer one device's.
+        stands: the microbatch whose numbers stand for the batch's, where blocks make one of a microbatch and not of
+            each sample; None for the mean of all, which is no longer one device's.
     """
 
     batch: Any
     plan: SlicePlan
-    averages: bool = True
+    stands: int | None = None
     parts: list[list[Tensor]] = field(default_factory=list)
     """By microbatch, what crosses from the units to the tail, without a graph."""
     leaves: list[Tensor] = field(default_factory=list)
@@ -97,6 +98,12 @@ class WholeLoss:
             self.leaves.append(joined.requires_grad_(relay.requires_grad or bool(relay.has_graph)))
         return self.leaves
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether blocks have made numbers of a microbatch that are not the batch's; known once they are joined."""
+        pairs = zip(self._dims, zip(*self.parts, strict=True), strict=True)
+        return any(dim is None and not all(map(parts[0].equal, parts[1:])) for dim, parts in pairs)
+
     def taken_by(self, microbatch: int) -> Taken | None:
         """Where what a run's operations take is to be noted; None if nobody looks."""
         if self.says is None:
@@ -134,10 +141,9 @@ class WholeLoss:
     def _mean(self, parts: Sequence[Tensor]) -> Tensor:
         """The mean of numbers that each microbatch has: the same in all of them, where they are made of weights
         alone."""
-        looks = self.says is not None or not self.averages
-        if looks and not all(map(parts[0].equal, parts[1:])):
-            if self.says is None:
-                raise SliceError(f"a value of shape {tuple(parts[0].shape)} is no part of the batch's.")
+        if self.stands is not None:
+            return parts[self.stands].clone()
+        if self.says is not None and not all(map(parts[0].equal, parts[1:])):
             self.says(
                 f"with whole_loss=True a value of shape {tuple(parts[0].shape)}, which blocks make of a microbatch and"
                 " not of each sample (an auxiliary loss of experts, a criterion that is a module with parameters), is"

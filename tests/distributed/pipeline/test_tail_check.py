@@ -265,6 +265,56 @@ def test_the_test_sees_samples_in_another_order() -> None:
     assert any(text.count("the loss of a batch is") for text in texts)
 
 
+class TwoNetworks(LightningModule):
+    """Each has a term of the loss, as in NeRF; that of the first is made on the first stage."""
+
+    def __init__(self, couples: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.couples = couples
+        self.coarse = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.fine = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, t = batch
+        y = self.coarse(x)
+        coarse = F.mse_loss(y, t)
+        z = self.fine(x + y)
+        fine = F.mse_loss(z, t)
+        if self.couples:
+            fine = fine + torch.cov(z.T).square().mean()
+        self.log_dict({"coarse": coarse, "fine": fine, "both": coarse + fine})
+        self.log("coarse_decibels", -10 * coarse.log10())
+        self.log("fine_decibels", -10 * fine.log10())
+        return coarse + fine
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _fit_two(layout: Layout, couples: bool) -> tuple[list[float], list[str], dict[str, float]]:
+    seen = Losses()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[seen], max_steps=1)
+        trainer.fit(TwoNetworks(couples), _data())
+    return seen.seen, _said(caught), {name: float(x) for name, x in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", [PP2, DP2_PP2], ids=str)
+@pytest.mark.parametrize("couples", [False, True], ids=["average", "coupled"])
+def test_what_an_earlier_stage_makes_is_left_out_of_what_is_compared(layout: Layout, couples: bool) -> None:
+    found = run_program(layout, _fit_two, couples)
+    (texts,) = {tuple(text) for _, text, _ in found if text}
+    assert len(texts) == 1 and "no averages over samples" in texts[0] and "coarse" not in texts[0], texts
+    if layout is PP2:
+        ((losses, _, logs),) = run_program(PLAIN, _fit_two, couples)
+        own = logs["fine_decibels"], found[0][2]["fine_decibels"]
+        others = [f"`fine` {logs['fine']:.4g} and {found[0][2]['fine']:.4g}, "] if couples else [""]
+        assert f"{others[0]}`fine_decibels` {own[0]:.4g} and {own[1]:.4g}. Log" in texts[0], texts
+        assert couples or found[0][0] == pytest.approx(losses, rel=1e-9)
+
+
 class OfEach(LightningModule):
     """Logs a metric itself, on steps."""
 

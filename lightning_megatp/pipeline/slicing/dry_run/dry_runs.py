@@ -115,7 +115,7 @@ class DryRuns:
         Args:
             like: the plan of that, in which the tail is a part of the last stage.
         """
-        manner = Manner(like.late_hooks, tail=Tail(like.operations))
+        manner = Manner(like.late_hooks, tail=Tail(like.operations, of_stage=like.n_stages - 1))
         return self._seen(manner, step, batch, seed, is_run=False).plan
 
     def operations(self, step: Step, batch: Any, seed: int) -> Sequence[Operation]:

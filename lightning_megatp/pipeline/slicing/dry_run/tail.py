@@ -13,12 +13,16 @@ class Tail:
 
     Args:
         operations: of a dry run of the same step, in which the tail was no stage of its own.
+        of_stage: leave operations of other stages than this one where they are, though no unit takes them: the loss of
+            the first of two networks.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+    def __init__(self, operations: Sequence[Operation], of_stage: int | None = None) -> None:
         self._last_unit = last_unit(operations)
         needed: set[Key] = set()
         self._reaching: set[int] = set()
+        if of_stage is not None:
+            self._reaching.update(i for i, x in enumerate(operations) if x.stage not in (None, of_stage))
         for i in range(self._last_unit, -1, -1):
             operation = operations[i]
             made = [*operation.outputs, *(key for _, key in operation.changed)]
