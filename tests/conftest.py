@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests import devices
+from tests import cover, devices
 from tests.ranks import pools
 
 CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run the parity matrix, not its pairwise cover")
+    parser.addoption("--all-cases", action="store_true", help="run every combination, not a cover of them")
     parser.addoption("--seed", type=int, default=0, help="of the random numbers that tests in this process draw")
     parser.addoption("--device", choices=devices.KINDS, default="cpu", help="where ranks compute: tests/devices.py")
     parser.addoption("--case", metavar="NAME", help="run one parity case, by the name the table gives it")
@@ -26,11 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: run by --all-cases only; counted as deselected otherwise")
 
 
+@pytest.hookimpl(trylast=True)  # of what -k leaves
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-cases"):
-        extended = [item for item in items if item.get_closest_marker("extended")]
-        config.hook.pytest_deselected(items=extended)
-        left_out = set(extended)
+        left_out = {item for item in items if item.get_closest_marker("extended")}
+        left_out |= cover.left_out(item for item in items if item not in left_out)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
