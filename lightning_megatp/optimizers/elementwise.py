@@ -1,8 +1,9 @@
 """Is an optimizer element-wise? Only then does a step on shards equal the step on the whole parameter.
 
-Not guessed from names: a twin of the optimizer steps a tiny parameter whole, another its halves, and the results are
-compared. AdamW and SGD agree to rounding; Adafactor, LAMB, Muon, LBFGS, anything that takes a norm of a tensor, do not.
-Those that at least step each tensor by itself can be given whole ones in turn (`whole_steps.py`), which is tried, too.
+That is known of most of torch's own. Of others it is not guessed from names: a twin of the optimizer steps a tiny
+parameter whole, another its halves, and the results are compared. AdamW and SGD agree to rounding; Adafactor, LAMB,
+Muon, LBFGS, anything that takes a norm of a tensor, do not. Those that at least step each tensor by itself can be given
+whole ones in turn (`whole_steps.py`), which is tried, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from lightning_megatp.optimizers.twin import Case, GradientMaker, NoVerdict, Twi
 
 STEPS = 12  # some preconditioners, and RAdam's rectification, only start after a few steps
 TOLERANCE = 1e-5  # of the largest update in the same half: float64 leaves 1e-15, a float32 inside the optimizer 1e-7
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+        torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)  # fmt: skip
+"""Those of torch that are so with all of their options, and need no trial, which takes tens of milliseconds. Classes
+derived from them do."""
 Run = TypeVar("Run")
 
 
@@ -44,6 +54,8 @@ def coupled_parameters(optimizer: Any, sharded: Iterable[Tensor] | None = None) 
     """
     optimizer = unwrap(optimizer)
     coupled: dict[int, Tensor] = {}
+    if type(optimizer) in ELEMENTWISE:
+        return coupled
     for case in cases_of(optimizer, sharded):
         try:
             with _apart():
@@ -112,6 +124,8 @@ def check_by_tensor(optimizer: Any, pp: int) -> None:
         UserWarning: that couldn't be tried, or its steps are random.
     """
     optimizer = unwrap(optimizer)
+    if type(optimizer) in ELEMENTWISE:
+        return
     for case in cases_of(optimizer, None):
         try:
             with _apart():
@@ -136,6 +150,8 @@ def reads_losses(optimizer: Any) -> bool:
     """Whether an optimizer's steps depend on what the closure returns: it searches along a line, or is done early where
     the loss hardly changes. What can't be tried does not. Costs some milliseconds."""
     optimizer = unwrap(optimizer)
+    if type(optimizer) in ELEMENTWISE:
+        return False
 
     def differ(case: Case) -> bool:
         make_gradient, told = _dense_or_sparse(lambda make: _trajectory(optimizer, case, None, make))

@@ -166,15 +166,22 @@ def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ())
         if id(holder) in found:
             continue
         found[id(holder)] = holder
-        entries = (x for x in _entries(holder) if type(x) not in PLAIN and not isinstance(x, leaving_out))  # most are
-        waiting.extend(part for part in map(_held, entries) if part is not None)
+        for entry in _entries(holder) if holder else ():  # most are empty, and most entries are plain
+            if not _is_never_searched(type(entry)) and not isinstance(entry, leaving_out):
+                part = _held(entry)
+                if part is not None:
+                    waiting.append(part)
     return list(found.values())
 
 
+@functools.lru_cache(4096)
+def _is_never_searched(kind: type) -> bool:
+    """Whether what belongs to a class changes nowhere in place, or is looked at elsewhere."""
+    return kind in PLAIN or issubclass(kind, (Tensor, nn.Module, FunctionType, ModuleType, type))
+
+
 def _held(entry: Any) -> Any:
-    """What of an entry may change in place; None for plain values and what belongs to others."""
-    if isinstance(entry, (Tensor, nn.Module, FunctionType, ModuleType, type)):
-        return None
+    """What of an entry may change in place; None for what belongs to others."""
     if isinstance(entry, CONTAINERS) or is_generator(entry):
         return entry
     if isinstance(entry, tuple):
@@ -194,7 +201,7 @@ def _entries(holder: Any) -> list[Any]:
 
 def _copy(holder: Any) -> Any:
     if isinstance(holder, dict):
-        return dict(holder)
+        return dict(holder) if holder else {}
     return list(holder) if isinstance(holder, CONTAINERS) else _way_back(holder)
 
 
@@ -260,4 +267,4 @@ def _way_back(generator: Any) -> Callable[[], None]:
 
 
 def _tensors(holder: Any) -> list[Tensor]:
-    return [x for x in _entries(holder) if isinstance(x, Tensor)]
+    return [x for x in _entries(holder) if isinstance(x, Tensor)] if holder else []

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.optimizers.elementwise import check_by_tensor, check_tensorwise, coupled_parameters, reads_losses
+from lightning_megatp.optimizers.elementwise import (
+    ELEMENTWISE,
+    check_by_tensor,
+    check_tensorwise,
+    coupled_parameters,
+    reads_losses,
+)
 
 COUPLED = {"Adafactor", "LBFGS", "Muon"}
 OPTIMIZERS = sorted(
@@ -44,6 +50,11 @@ def _weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*(shape or (8, 6))))
 
 
+def _derived(name: str) -> Any:
+    """An optimizer of torch by a class of its own: nothing is known of it."""
+    return type(name, (getattr(torch.optim, name),), {})
+
+
 def _accepted(name: str) -> list[str]:
     signature = inspect.signature(getattr(torch.optim, name)).parameters
     return [case for case, options in OPTIONS.items() if options.keys() <= signature.keys()]
@@ -51,8 +62,17 @@ def _accepted(name: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name in OPTIMIZERS for case in _accepted(name)])
 def test_every_optimizer_of_torch(name: str, case: str) -> None:
-    optimizer = getattr(torch.optim, name)([_weight()], **OPTIONS[case])
+    optimizer = _derived(name)([_weight()], **OPTIONS[case])
     assert _is_coupled(optimizer) == (name in COUPLED)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_known_of_torchs_own_is_what_trials_find(name: str) -> None:
+    known = getattr(torch.optim, name) in ELEMENTWISE
+    assert known == (name not in {*COUPLED, "SparseAdam"}) and _derived(name) not in ELEMENTWISE
+    if known:
+        check_by_tensor(_derived(name)([_weight(), _weight(6)]), 2)
+        assert not reads_losses(_derived(name)([_weight()]))
 
 
 def test_the_names_of_torch_are_all_known() -> None:
@@ -411,7 +431,7 @@ class ByWholeNorm(torch.optim.SGD):
 def test_stages_can_step_every_optimizer_of_torch(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_by_tensor(getattr(torch.optim, name)([_weight(), _weight()]), 2)
+        check_by_tensor(_derived(name)([_weight(), _weight()]), 2)
 
 
 @pytest.mark.parametrize("make", [Lamb, Centralized, Counting, Every8])
@@ -452,7 +472,7 @@ def test_groups_without_shards_and_matrix_only_rules() -> None:
     assert not _is_coupled(Lamb(groups), sharded=[])
     assert _is_coupled(Lamb(groups), sharded=[matrix])
     assert _is_coupled(Lamb(groups), sharded=[vector])
-    assert not _is_coupled(torch.optim.AdamW([_weight(2, 3, 4, 5), nn.Parameter(torch.tensor(1.0))]))
+    assert not _is_coupled(_derived("AdamW")([_weight(2, 3, 4, 5), nn.Parameter(torch.tensor(1.0))]))
 
 
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
@@ -465,7 +485,7 @@ def test_lightnings_wrapper_is_unwrapped(namespace: str) -> None:
 def test_nothing_of_the_users_is_touched() -> None:
     """With schedulers (which patch `step`), hooks and state in place, and a warm-up that starts at zero."""
     weight = _weight()
-    optimizer = torch.optim.Adam([weight], lr=0.1)
+    optimizer = _derived("Adam")([weight], lr=0.1)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
