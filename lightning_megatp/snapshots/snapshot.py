@@ -167,7 +167,8 @@ def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ())
             continue
         found[id(holder)] = holder
         for entry in _entries(holder) if holder else ():  # most are empty, and most entries are plain
-            if not _is_never_searched(type(entry)) and not isinstance(entry, leaving_out):
+            kind: Any = type(entry)
+            if not _is_never_searched(kind) and not isinstance(entry, leaving_out):
                 part = _held(entry)
                 if part is not None:
                     waiting.append(part)
