@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 help:
 	@echo 'make train     train a small GPT with tensor and pipeline parallelism over four processes (CPU) or GPUs'
 	@echo 'make test      ruff, mypy and the fast tests'
-	@echo 'make test-all  the same with the full parity matrix'
+	@echo 'make test-all  the same with every combination of cases'
 	@echo 'make bench     steps beside other implementations (docs/performance.md), bytes of activations beside formulas'
 	@echo 'make docs      build the documentation into site/'
 	@echo 'make clean     remove the environment and caches; runs/ stays'

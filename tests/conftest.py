@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import cover, devices
+from tests import crossing, devices
 from tests.ranks import pools
 
 CASES = pytest.StashKey[list[tuple[str, float, float, float, float]]]()
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-cases"):
         left_out = {item for item in items if item.get_closest_marker("extended")}
-        left_out |= cover.left_out(item for item in items if item not in left_out)
+        left_out |= crossing.left_out(item for item in items if item not in left_out)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 

@@ -1,12 +1,50 @@
-"""Which cases of a product of parameters the fast suite runs."""
+"""Which cases of a product of parameters the fast suite runs.
+
+What a combination of values finds, most others with one of them find too, and each starts programs on several
+processes. So the fast suite takes a cover, of each parameter every value at least once: of the tests on ranks that have
+several `parametrize` marks (`left_out`), and of pairs that one mark has (`crossed`). `--all-cases` takes all.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ON_RANKS = [Path(__file__).parent / name for name in ("distributed", "parity")]
+
+Values = frozenset[tuple[int, Hashable]]
+"""Which mark, and which of its values."""
+
+
+def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Cases of tests on ranks that are not in the cover of their test."""
+    of_tests: dict[tuple[Path, str], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and any(item.path.is_relative_to(folder) for folder in ON_RANKS):
+            of_tests[item.path, item.nodeid.split("[")[0]].append(item)
+    found: set[pytest.Item] = set()
+    for cases in of_tests.values():
+        taken = cover([_values(case) for case in cases])
+        found.update(case for i, case in enumerate(cases) if i not in taken)
+    return found
+
+
+def cover(cases: Sequence[Values]) -> set[int]:
+    """The numbers of cases in which all values occur: greedy, of equally good ones the first."""
+    missing = set().union(*cases)
+    taken: set[int] = set()
+    if len(cases) == 1 or not missing:
+        return set(range(len(cases)))
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(missing & cases[i]), -i))
+        taken.add(best)
+        missing -= cases[best]
+    return taken
 
 
 def fewer(cases: Iterable[Any], extended: Collection[Any]) -> list[Any]:
@@ -39,6 +77,22 @@ def crossed(firsts: Sequence[Any], seconds: Sequence[Any], extended: Collection[
         )
         for i, j in itertools.product(range(len(firsts)), range(len(seconds)))
     ]
+
+
+def _values(case: pytest.Function) -> Values:
+    if not hasattr(case, "callspec"):
+        return frozenset()
+    params = dict(case.callspec.params)
+    marks = [mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in case.iter_markers("parametrize")]
+    together = [[name.strip() for name in names.split(",")] if isinstance(names, str) else names for names in marks]
+    of_marks = [tuple(_value(params.pop(name, None)) for name in names) for names in together]
+    of_fixtures = [_value(x) for x in params.values()]
+    return frozenset(enumerate([*of_marks, *of_fixtures]))
+
+
+def _value(x: object) -> Hashable:
+    """A case's value; an object by which it is, since all cases with it have the same."""
+    return (type(x), x) if isinstance(x, str | int | float | bool | None) else id(x)
 
 
 def _named(value: Any) -> str:
