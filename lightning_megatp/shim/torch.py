@@ -20,6 +20,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_megatp.origins import package_of
 from lightning_megatp.shim.autograd import untransformed
@@ -29,6 +30,7 @@ from lightning_megatp.shim.fakes import is_fake
 # (torch.utils.pytree) does not exist before 2.14. DisableTorchFunctionSubclass is documented in "Extending PyTorch" but
 # has no public home, nor has DisableTorchFunction, which ends modes too. TorchDispatchMode only has the one that
 # "Extending PyTorch" names.
+# WeakIdKeyDictionary has no underscore, and no page in the documentation.
 # flatten and unflatten are torch.cat and split over any number of tensors in one call each, as DDP uses them; public
 # are only the loops over parameters of torch.nn.utils.
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "WithoutMode",
     "distributions_not_validated",
     "flatten",

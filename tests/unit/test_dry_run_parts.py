@@ -36,7 +36,7 @@ class Parts:
         self.glue, self.weight = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
         names = {id(self.buffer): "buffer", id(self.glue): "glue", id(self.weight): "unit.weight"}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.values = Values(self.mode, names, {id(self.weight): {0}}, {id(self.glue): "glue"}, LAST + 1)
+        self.values = Values(self.mode, names, {id(self.weight): {0}}, {id(self.glue): "glue"}, LAST + 1, {})
         self.left: list[Tensor] = []
         self.provenance = Provenance(self.values, [self.batch], lambda: self.left)
         self.record, self.fakes = Record(self.values, self.mode), Fakes(self.values, self.mode)

@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.slicing.dry_run.planning import make_plan
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates, shared_parts
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.dry_run.tracer import Tracer
-from lightning_megatp.pipeline.slicing.dry_run.values import Values
+from lightning_megatp.pipeline.slicing.dry_run.values import StandIns, Values
 from lightning_megatp.pipeline.slicing.errors import ReadsValues, SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import Operation, SideEffects, SlicePlan
@@ -36,7 +36,7 @@ from lightning_megatp.shim.compiler import uncompiled
 from lightning_megatp.shim.fakes import forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
 from lightning_megatp.shim.modules import conversions_around
-from lightning_megatp.shim.torch import tensor_version
+from lightning_megatp.shim.torch import WeakIdKeyDictionary, tensor_version
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]
@@ -78,6 +78,7 @@ class DryRuns:
     ) -> None:
         self._around, self._n_stages, self._before_tail, self._deciding = around, n_stages, before_tail, deciding
         self._module, self._ownership, self._fake_mode = around.module, around.ownership, around.fake_mode
+        self._stand_ins: StandIns = WeakIdKeyDictionary()
         self._early_modules = {
             f"{name}.{inner}".rstrip("."): part
             for name, stage in around.stage_of_unit.items()
@@ -236,6 +237,7 @@ class DryRuns:
                 yield
         finally:
             self._fake_mode.allow_non_fake_inputs = False
+            self._stand_ins.clear()
             forget_fakes(self._fake_mode)  # they know whether their parameters had a gradient
             torch.clear_autocast_cache()
 
@@ -245,7 +247,7 @@ class DryRuns:
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
         buffers = {id(x): name for name, x in self._module.named_buffers()}
         others = dict.fromkeys(snapshot.tensors, UNNAMED)
-        values = Values(self._fake_mode, {**others, **buffers, **names}, owners, glue, self._n_stages)
+        values = Values(self._fake_mode, {**others, **buffers, **names}, owners, glue, self._n_stages, self._stand_ins)
         states = StageStates(self._shared)
         return Tracer(values, self._around, states, manner, batch, snapshot.new_tensors, toggles.look)
 

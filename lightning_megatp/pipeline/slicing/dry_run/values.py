@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED, Changed, La
 from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
 from lightning_megatp.shim.torch import storage_id, tensor_version
+
+StandIns = MutableMapping[Tensor, tuple[Tensor, Any]]
+"""By the identity of tensors, as long as these are there: one without data, and the form that it was made for."""
 
 
 @dataclass(eq=False)
@@ -76,6 +80,7 @@ class Values:
             it are added.
         glue: id() -> name of the parameters that belong to no unit.
         n_stages: how many stages run the step.
+        stand_ins: are kept there for tensors that are no values of the step.
     """
 
     def __init__(
@@ -85,9 +90,10 @@ class Values:
         owners: dict[int, set[int]],
         glue: Mapping[int, str],
         n_stages: int,
+        stand_ins: StandIns,
     ) -> None:
         self._fake_mode, self._persistent, self.owners, self.glue = fake_mode, persistent, owners, glue
-        self.n_stages, self.last_stage = n_stages, n_stages - 1
+        self.n_stages, self.last_stage, self._stand_ins = n_stages, n_stages - 1, stand_ins
         self._known: dict[int, Value] = {}
         self._in_memory: dict[int, list[Value]] = {}
         self._lasting: dict[int, Value] = {}
@@ -109,7 +115,7 @@ class Values:
             return tensor
         known = self.get(tensor)
         if known is None:
-            return fake_of(self._fake_mode, tensor)
+            return self._stand_in(tensor)
         if known.fake is None:
             known.fake = fake_of(self._fake_mode, tensor)
             if self.is_persistent(tensor):
@@ -117,6 +123,18 @@ class Values:
         elif self.is_persistent(tensor):
             known.follow()  # a step that optimizes by hand lets parameters learn, or not
         return known.fake
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """For a tensor that is no value of the step (a table, a mask that all layers take): made once, as long as the
+        tensor has the same form."""
+        form = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        fake, at = self._stand_ins.get(tensor, (None, None))
+        if fake is None or at != form:
+            self._stand_ins.pop(tensor, None)  # or the mode would find it again
+            del fake
+            fake = fake_of(self._fake_mode, tensor)
+            self._stand_ins[tensor] = fake, form
+        return fake
 
     def add(
         self,
