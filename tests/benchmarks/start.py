@@ -1,7 +1,8 @@
-"""Start-up: importing, and what `Trainer.fit` does before the first step of a model of 32 layers."""
+"""Start-up: importing, and what `Trainer.fit` does before the first step of a model of 32 layers is done."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.benchmarks.ratios import Figure
 from tests.benchmarks.turns import Program, fit
 from tests.ranks import run_ranks
 
+MICROBATCHES = 4
 LIGHTNING, BOTH = "import lightning.pytorch", "import lightning.pytorch, lightning_megatp"
 
 
@@ -26,6 +28,13 @@ def rows(sizes: list[Size], tp: int, rounds: int) -> Iterator[Figure]:
             max(run_ranks(tp, setting_up, size, timeout=300)) - run_ranks(1, setting_up, size)[0] for _ in range(rounds)
         ]
         yield Figure("start", f"tp={tp}, {size}: set-up beyond Lightning's own", statistics.median(by_round), "s", 5.0)
+    for size in (dataclasses.replace(size, rows=MICROBATCHES) for size in sizes):
+        by_round = [
+            max(run_ranks(2, first_batch, size, timeout=300)) - run_ranks(1, first_batch, size)[0]
+            for _ in range(rounds)
+        ]
+        name = f"pp=2, {size}: set-up and the first batch, with its plan, beyond one device's"
+        yield Figure("start", name, statistics.median(by_round), "s", 5.0)
     for ways in (2, 4, 8):
         planned = statistics.median(run_ranks(1, planning, ways)[0] for _ in range(rounds))
         yield Figure("start", f"tp={ways}, 32 layers of 4096/11008 on meta: plan and verify", planned, "s", 5.0)
@@ -38,6 +47,15 @@ def setting_up(rank: int, world_size: int, size: Size) -> float:
     model = decoder(size)  # building it is not measured
     strategy = "auto" if world_size == 1 else MegaTPStrategy(tp=world_size, summary=False)
     return _until_the_first_step(lambda callback: trainer(strategy, world_size, callback), model)
+
+
+def first_batch(rank: int, world_size: int, size: Size) -> float:
+    """Seconds from `fit` to the end of the first batch: how a pipeline cuts the step is found in it."""
+    from lightning_megatp import MegaTPStrategy
+
+    model, options = decoder(size), {"pp": world_size, "microbatches": MICROBATCHES, "summary": False}
+    strategy = "auto" if world_size == 1 else MegaTPStrategy(**options)
+    return _until_the_first_step(lambda callback: trainer(strategy, world_size, callback), model, is_done=True)
 
 
 def planning(rank: int, world_size: int, tp: int) -> float:
@@ -60,12 +78,14 @@ def planning(rank: int, world_size: int, tp: int) -> float:
     return time.perf_counter() - start
 
 
-def _until_the_first_step(make: Callable[[Any], Any], model: Any) -> float:
+def _until_the_first_step(make: Callable[[Any], Any], model: Any, is_done: bool = False) -> float:
     def both(callback: Any) -> Any:
         return make(callback), model, loader(model.size)
 
     start = time.perf_counter()
     program = Program(fit(both))  # returns as training starts
+    if is_done:
+        program.step()
     seconds = time.perf_counter() - start
     program.close()
     return seconds
