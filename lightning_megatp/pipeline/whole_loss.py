@@ -217,7 +217,8 @@ def _by_rounds(rounds: int, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> bool:
-    """Whether parts of microbatches make up the batch's along some dim, or each is the same as that."""
+    """Whether parts of microbatches make up the batch's along some dim, or each is the same as that. Of other shapes,
+    as where a microbatch is padded to fewer tokens, this can't be told, and is taken to be so."""
     shapes = [tuple(part.shape) for part in parts]
     if all(shape == x.shape for shape in shapes):
         return all(_is_close(part, x) for part in parts)
@@ -227,7 +228,7 @@ def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> 
         for n in rounds
         if not any(shape[dim] % n for shape in shapes)
     ]
-    return any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
+    return not ways or any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
 
 
 def _is_close(found: Tensor, x: Tensor) -> bool:

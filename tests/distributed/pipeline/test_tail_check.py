@@ -147,6 +147,11 @@ def _between(net: nn.Sequential, x: Tensor, couple: Callable[[Tensor], Tensor]) 
     return x
 
 
+def _needed(x: Tensor) -> Tensor:
+    """Without the last feature, where none of the samples has more than so much in it."""
+    return x[:, : 6 if bool((x[:, 5] > 0.5).any()) else 5] * (x[:, 5:] > 0.5)
+
+
 Step = Callable[[nn.Sequential, Tensor], Tensor]
 EARLY: dict[str, tuple[str, Step]] = {
     "inputs by their mean": ("takes of a microbatch", lambda net, x: net((x - x.mean(0)) / x.std(0))),
@@ -157,6 +162,7 @@ EARLY: dict[str, tuple[str, Step]] = {
         "`batch_norm` (",
         lambda net, x: _between(net, x, lambda h: F.batch_norm(h, None, None, training=True)),
     ),
+    "as many features as some sample needs": ("", lambda net, x: net(F.pad(y := _needed(x), (0, 6 - y.shape[1])))),
     "each by itself": ("", lambda net, x: _between(net, x - x.mean(1, True), lambda h: h / h.std(1, keepdim=True))),
 }
 """What is made of all samples before the tail, which takes what came of that; and how that is said."""
