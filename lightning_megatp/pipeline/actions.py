@@ -155,9 +155,16 @@ class Actions:
     def _part(self, step: Step, how: _How, number: int, goes_backward: bool, microbatch: Any) -> Any:
         try:
             with self._running(_Run(how, RunLearning(self.learning), number, goes_backward)):
-                return step(microbatch)
+                result = step(microbatch)
         except _Backward as backward:
             return backward.loss
+        if how is _How.IN_PARTS and goes_backward:
+            raise SliceError(
+                "the step ended without a `manual_backward` that other microbatches come to. Until a `manual_backward`"
+                " is over, numbers that a step reads (`if kl > 0.02: break`) are those of the microbatch. Go by them"
+                " behind it, where they are the batch's, or multiply the loss by zero."
+            )
+        return result
 
     def acting(self, step: Step) -> Step:
         """A step on a microbatch, for what it does by hand and was not done before."""

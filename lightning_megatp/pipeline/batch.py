@@ -276,8 +276,10 @@ class BatchRun:
     ) -> StageRun:
         batch = self.microbatches[microbatch]
         if self.remote is None:
-            taken = None if self.whole is None or stage != self.last_stage else self.whole.taken_by(microbatch)
-            plan, check = self.plans[microbatch], self.check if stage == self.last_stage else None
+            plan, last = self.plans[microbatch], stage == self.last_stage
+            check = self.check if last else None
+            looks = self.whole if last and self.whole is not None else check
+            taken = None if looks is None else looks.taken_by(microbatch)
             keeps = self.part or check
             kept = None if keeps is None else keeps.kept[microbatch]
             done = self.slicer.run(plan, stage, self.step, batch, received, seed, counting, taken, kept)

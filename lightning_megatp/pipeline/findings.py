@@ -79,7 +79,12 @@ class Findings:
         check = None
         orders = hasattr(self._parallel.module, "split_batch")
         if len(plans) > 1 and (not orders or has_order(batch, microbatches)):
-            check = TailCheck.of(batch, self._plans.of_whole(step, batch, plans, seed), plans)
+            whole = self._plans.of_whole(step, batch, plans, seed)
+            coupled = "" if whole is None else whole.couples
+            if coupled:  # its samples may be as many as something else
+                part = self._plans.of_whole(step, microbatches[0], plans, seed)
+                coupled = coupled if part is not None and part.couples else ""
+            check = TailCheck.of(batch, whole, plans, coupled)
         samples = None if check is None else (len(plans), batch_size(batch))
         return check if len(set(self._of_copies(samples))) == 1 else None
 
@@ -101,28 +106,30 @@ class Findings:
 
         Communication: an object all-gather over dp.
         """
-        before, ways = random_state(), []
+        ways: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # of what nobody asked for: it may be no part of a batch's
             ways = check.join()
         counts = self._of_copies(len(ways))  # each runs as many tails
-        if not all(counts):
+        ends: list[End | None] = []
+        if all(counts):
+            with contextlib.suppress(Exception):  # it may take gradients
+                ends = [self._end(check, step, seed, ways[min(i, len(ways) - 1)]) for i in range(max(counts))]
+        early = check.before_tail()
+        self._found += early
+        known = [end for end in ends if end is not None]
+        if early or not known or len(known) < len(ends):
             return
-        try:
-            ends = [self._end(check, step, seed, ways[min(i, len(ways) - 1)]) for i in range(max(counts))]
-        except Exception:  # it may take gradients
-            return
-        if not is_random_state(before):
-            return
-        end = functools.reduce(End.known, ends)
+        end = functools.reduce(End.known, known)
         if loss is not None:
             losses = list(results.loss.losses.values())
             self._found[:] = check.of_loss(end.loss, loss, losses, self._found)
         self._found += check.of_logs(end.calls, results.of_batch)
 
-    def _end(self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor]) -> End:
-        """What the tail makes of values that are put together."""
+    def _end(self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor]) -> End | None:
+        """What the tail makes of values that are put together; None if it draws random numbers."""
         group, sharding = self._parallel.default_group, self._parallel.sharding if check.takes_parameters else None
-        tail = functools.partial(self._slicer.run, check.plan, check.stage, step, check.batch, leaves, seed)
+        run, taken = self._slicer.run, check.taken_by(len(check.kept))
+        tail = functools.partial(run, check.plan, check.stage, step, check.batch, leaves, seed, taken=taken)
         with (
             self._metrics.apart(),
             self._aggregates.paused(),
@@ -132,8 +139,10 @@ class Findings:
             contextlib.nullcontext() if group is None else group.used(),
             torch.no_grad(),
         ):
+            before = random_state()
             done = sharding.between_steps(tail) if sharding is not None else tail()
-        return End(loss_in(done.result), calls)
+            draws = not is_random_state(before)
+        return None if draws else End(loss_in(done.result), calls)
 
     def say(self) -> None:
         """Say what the copies of the model have found in their parts of this batch: each once, though it may be so in

@@ -59,7 +59,8 @@ class Plans:
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
         """What steps change and was said."""
-        self._mixing_said = False
+        self._of_rows_said: set[str] = set()
+        """What of the ways in which steps take samples was said."""
         self._changed_on: dict[str, int] = {}
         """What outlives steps and some step changes -> the only stage that does."""
         self._used_on: dict[str, set[int]] = {}
@@ -96,7 +97,7 @@ class Plans:
         steps = plans[:-1] if self._slicer.tail else plans
         if kind is StepKind.TRAIN and len(steps) > 1:
             self._warn_of_changes(steps)
-            self._warn_of_mixing(steps)
+            self._warn_of_rows(steps)
         return plans
 
     def _warn_of_changes(self, plans: Sequence[SlicePlan]) -> None:
@@ -110,15 +111,30 @@ class Plans:
                 " `on_train_batch_start`, or use microbatches=1."
             )
 
-    def _warn_of_mixing(self, plans: Sequence[SlicePlan]) -> None:
-        if self._mixing_said or not (by := next((plan.mixes for plan in plans if plan.mixes), "")):
-            return
-        self._mixing_said = True
-        warn_once_per_run(
-            f"the step puts samples beside others by {by}, as mixup does. With pp > 1 it is called for each microbatch,"
-            f" here {len(plans)} times a batch: the others are of that microbatch, and numbers are drawn for each."
-            " Mix the whole batch in `on_after_batch_transfer` or in the loader's collate_fn, or use microbatches=1."
-        )
+    def _warn_of_rows(self, plans: Sequence[SlicePlan]) -> None:
+        """Say where a step takes other samples of a microbatch than of the batch."""
+        if by := next((plan.mixes for plan in plans if plan.mixes), ""):
+            self._say_once(
+                "mixes",
+                f"the step puts samples beside others by {by}, as mixup does. With pp > 1 it is called for each"
+                f" microbatch, here {len(plans)} times a batch: the others are of that microbatch, and numbers are"
+                " drawn for each. Mix the whole batch in `on_after_batch_transfer` or in the loader's collate_fn, or"
+                " use microbatches=1.",
+            )
+        if by := next((plan.divides for plan in plans if plan.divides), ""):
+            self._say_once(
+                "divides",
+                f"the step takes some of its samples by {by}, for a module to learn of. With pp > 1 it is called for"
+                f" each microbatch, here {len(plans)} times a batch, and takes some of that: others than of the batch,"
+                " and maybe of fewer parts. If it matters which samples are together (halves that are pairs or have no"
+                " labels, an optimizer's step for each part), hand them on as entries of the batch of their own, or use"
+                " microbatches=1.",
+            )
+
+    def _say_once(self, what: str, text: str) -> None:
+        if what not in self._of_rows_said:
+            self._of_rows_said.add(what)
+            warn_once_per_run(text)
 
     def of_whole(self, step: Step, batch: Any, plans: Sequence[SlicePlan], seed: int) -> SlicePlan | None:
         """The plan of a batch's step whose tail is one more stage, for this rank alone; None if it can't be made.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.plan import Key, SlicePlan
+from lightning_megatp.pipeline.slicing.running import Taken
 from lightning_megatp.pipeline.told.logs import Call
 from lightning_megatp.pipeline.whole_loss import WholeLoss
 
@@ -40,21 +41,25 @@ class TailCheck:
         batch: all of it.
         plan: of the step on it, in which the tail is a stage more.
         microbatches: how many it is divided into.
+        coupled: what makes something of all samples between blocks; "" for nothing.
     """
 
-    def __init__(self, batch: Any, plan: SlicePlan, microbatches: int) -> None:
+    def __init__(self, batch: Any, plan: SlicePlan, microbatches: int, coupled: str = "") -> None:
         self.batch, self.plan, self.stage = batch, plan, plan.n_stages - 1
         wanted = frozenset(relay.key for relay in plan.relays[-1])
         self.kept = [Kept(wanted) for _ in range(microbatches)]
         """By microbatch, what the last stage makes for the tail."""
-        self._whole = WholeLoss(batch, plan)
+        self._before_tail: list[Finding] = []
+        self._whole = WholeLoss(batch, plan, says=lambda text: self._before_tail.append(Finding.of(text)))
+        self._whole.coupled = coupled
 
     @classmethod
-    def of(cls, batch: Any, plan: SlicePlan | None, plans: Sequence[SlicePlan]) -> TailCheck | None:
+    def of(cls, batch: Any, plan: SlicePlan | None, plans: Sequence[SlicePlan], coupled: str = "") -> TailCheck | None:
         """None where the tail of the batch would be that of another step, or too large to be held.
 
         Args:
             plans: of its microbatches.
+            coupled: what makes something of all samples between blocks.
         """
         if plan is None or plan.clones or plan.mixes or plan.effects.draws_on_host:
             return None
@@ -63,7 +68,7 @@ class TailCheck:
         if any(_early(x, plan) != _early(plan, plan) for x in plans):
             return None
         crossing = sum(torch.Size(relay.shape).numel() * relay.dtype.itemsize for relay in plan.relays[-1])
-        return cls(batch, plan, len(plans)) if crossing <= _MOST_BYTES else None
+        return cls(batch, plan, len(plans), coupled) if crossing <= _MOST_BYTES else None
 
     @property
     def takes_parameters(self) -> bool:
@@ -79,6 +84,17 @@ class TailCheck:
         values = {**received, **self.kept[microbatch].values}
         self._whole.parts.append([values[r.key].detach() for r in self.plan.relays[-1] if r.key in values])
         self.kept[microbatch].values.clear()
+        self._whole.forget_taken(microbatch, self.stage - 1)
+
+    def taken_by(self, microbatch: int) -> Taken | None:
+        """Where what operations of stages take is to be noted, of a microbatch or, by their number, of the batch."""
+        return self._whole.taken_by(microbatch)
+
+    def before_tail(self) -> Sequence[Finding]:
+        """What is to be said of what the step does before its tail, once that was run. The tail can't tell: it begins
+        with what came of that."""
+        self._whole.compare_taken()
+        return self._before_tail
 
     def join(self) -> list[list[Tensor]]:
         """What the tail takes of all microbatches. Where stages make numbers of a microbatch (the loss of an earlier

@@ -111,6 +111,12 @@ class WholeLoss:
         self._taken[microbatch:] = [{}]
         return self._taken[microbatch]
 
+    def forget_taken(self, microbatch: int, stage: int) -> None:
+        """Let go of what a stage's operations take of a microbatch, hidden states; and of what comes after blocks."""
+        operations, taken = self.plan.operations[: last_unit(self.plan.operations) + 1], self._taken[microbatch]
+        early = {i for i, operation in enumerate(operations) if operation.stage != stage}
+        self._taken[microbatch] = {key: x for key, x in taken.items() if key[0] in early}
+
     def compare_taken(self) -> None:
         """After the tail: say what blocks take of microbatches that is not the batch's. What every stage computes, on
         either, is a part of that, row by row; but for statistics, and samples in another order."""
@@ -118,9 +124,11 @@ class WholeLoss:
             return
         if self.coupled:
             self.says(
-                f"with whole_loss=True {self.coupled} makes something of all samples between blocks: of a microbatch's,"
-                " where one device takes the batch's."
+                f"{self.coupled} makes something of all samples between blocks: of a microbatch's, where one device"
+                " takes the batch's. whole_loss=True takes the batch's behind the last block."
             )
+        if len(self._taken) <= len(self.parts):
+            return  # the tail was not run
         *parts, of_batch = self._taken
         rounds = {1, *(relay.rounds for relay in self.plan.relays[-1] if relay.rounds)}
         for (index, position), x in of_batch.items():
@@ -132,9 +140,9 @@ class WholeLoss:
                 and not _is_made_of(x, each, rounds)
             ):
                 self.says(
-                    f"with whole_loss=True what `{operation.name}` ({operation.where}) takes of a microbatch is not"
-                    " that of the batch: before its blocks the step takes a statistic of all samples, or puts them in"
-                    " another order. Do that in `on_after_batch_transfer`."
+                    f"what `{operation.name}` ({operation.where}) takes of a microbatch is not that of the batch:"
+                    " before its blocks the step takes a statistic of all samples, or puts them in another order. Do"
+                    " that in `on_after_batch_transfer`."
                 )
         self._taken = []
 
@@ -209,7 +217,8 @@ def _by_rounds(rounds: int, parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> bool:
-    """Whether parts of microbatches make up the batch's along some dim, or each is the same as that."""
+    """Whether parts of microbatches make up the batch's along some dim, or each is the same as that. Of other shapes,
+    as where a microbatch is padded to fewer tokens, this can't be told, and is taken to be so."""
     shapes = [tuple(part.shape) for part in parts]
     if all(shape == x.shape for shape in shapes):
         return all(_is_close(part, x) for part in parts)
@@ -219,7 +228,7 @@ def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> 
         for n in rounds
         if not any(shape[dim] % n for shape in shapes)
     ]
-    return any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
+    return not ways or any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
 
 
 def _is_close(found: Tensor, x: Tensor) -> bool:

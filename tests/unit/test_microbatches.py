@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -261,6 +262,34 @@ def test_only_what_is_linear_is_followed() -> None:
     with Averages() as transformed:
         torch.func.grad(lambda v: transformed.made(v.mean()) or v.mean())(x.detach())
     assert not transformed._made, "nothing of a transform outlives it"
+
+
+_CLASSES = torch.tensor([1, 0, 3, 2])
+_JOINED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalised": lambda x: F.cross_entropy((x - x.mean(0)) / x.std(0), _CLASSES),
+    "normalised, each": lambda x: F.cross_entropy(x - x.mean(0), _CLASSES, reduction="none").mean(),
+    "batch norm": lambda x: F.cross_entropy(F.batch_norm(x, None, None, training=True), _CLASSES),
+    "moments": lambda x: F.mse_loss(x.mean(0), torch.ones(5)),
+    "above the mean": lambda x: (x * (x > x.mean().detach())).mean(),
+    "above a quantile": lambda x: x[:, 0][x[:, 0] > x.detach()[:, 0].quantile(0.5)].mean(),
+}
+_EACH: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer norm": lambda x: F.cross_entropy(x - x.mean(1, keepdim=True), _CLASSES),
+    "known statistics": lambda x: F.cross_entropy(F.batch_norm(x, torch.zeros(5), torch.ones(5)), _CLASSES),
+    "a loop": lambda x: torch.stack([F.mse_loss(y.mean(), torch.ones(())) for y in x]).mean(),
+    "above a number": lambda x: (x * (x > 0.5)).mean(),
+    "weighted": lambda x: F.cross_entropy(x, _CLASSES, weight=torch.ones(5)),
+}
+
+
+@pytest.mark.parametrize("name", [*_JOINED, *_EACH])
+def test_losses_of_statistics_are_no_averages(name: str) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with Averages(rows=4, compares=True) as seen:
+        loss = (_JOINED | _EACH)[name](x)
+        made = seen.made(loss)
+    assert made is not None
+    assert bool(made.bent) == (name in _JOINED), made.bent
 
 
 def test_microbatches_that_weigh_alike_leave_nothing_to_correct() -> None:

@@ -656,6 +656,11 @@ def functional_unit(model: GPT, x: Tensor) -> Tensor:
     return x + torch.func.vmap(lambda row: row * 2)(model.blocks[0].down.bias.detach())
 
 
+def functional_block(model: GPT, x: Tensor) -> Tensor:
+    ones = torch.ones(2, 6, HIDDEN)
+    return x + torch.func.jvp(model.blocks[1], (ones,), (ones,))[1]
+
+
 def functional_noise(model: GPT, x: Tensor) -> Tensor:
     return x + torch.func.vmap(lambda row: row + torch.rand(HIDDEN), randomness="different")(torch.ones(6, 1))
 
@@ -719,6 +724,7 @@ def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
         (functional, ["torch.func", "not every stage has"]),
         (functional_weight, ["torch.func", "learns"]),
         (functional_unit, ["torch.func", "not every stage has"]),
+        (functional_block, ["torch.func", "`blocks.1", "a module that one stage has"]),
         (functional_noise, ["torch.func", "`rand`", "random"]),
         (functional_change, ["torch.func", "`add_`", "in place"]),
         (set_data, ["`data`", "sets an attribute"]),

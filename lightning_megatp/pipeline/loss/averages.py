@@ -196,8 +196,24 @@ class Averages(TorchFunctionMode):
         return result
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One of torch's losses."""
+        """One of torch's losses; of an average, or a statistic of all samples, it is a function of that."""
         given = dict(zip(LOSSES[func], args, strict=False)) | kwargs
+        result = self._averaged(func, args, kwargs, given)
+        compared = [x for name, x in given.items() if isinstance(x, Tensor) and "weight" not in name]
+        known = [made for x in compared if (made := self.made(x)) is not None and (made.of or made.bent)]
+        if known and not self._of_sample and isinstance(result, Tensor):
+            of = () if (made := self.made(result)) is None else made.of
+            self._keep(result, of, bent=next((made.bent for made in known if made.bent), func.__name__))
+        return result
+
+    def _averaged(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]
+    ) -> Any:
+        """What one of torch's losses makes, noted.
+
+        Args:
+            given: its arguments by name.
+        """
         if given.get("size_average") is not None or given.get("reduce") is not None:
             return func(*args, **kwargs)
         reduction, x = given.get("reduction", "mean"), given.get(LOSSES[func][0])
@@ -315,7 +331,7 @@ class Averages(TorchFunctionMode):
             self._read_nothing = self._read_nothing or not result
         elif isinstance(result, Tensor) and name in CLAMPS and _is_count(result, operands, known):
             self._keep(result, tuple(a for x in known for a in x.of))
-        elif isinstance(result, Tensor) and result.is_floating_point() and self._follows(result, joins):
+        elif isinstance(result, Tensor) and (result.is_floating_point() or joins) and self._follows(result, joins):
             bent = next((x.bent for x in known if x.bent), "")
             if name not in LINEAR or (name in PRODUCTS and sum(bool(x.of or x.bent) for x in known) > 1):
                 bent = bent or name

@@ -21,7 +21,7 @@ STATISTICS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("median", "nanmedian", "logsumexp", "prod"), (1, None)),
     **dict.fromkeys(("quantile", "nanquantile", "norm", "vector_norm", "linalg_norm", "linalg_vector_norm"), (2, None)),
     **dict.fromkeys(("sort", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp"), (1, -1)),
-    **{"topk": (2, -1), "kthvalue": (2, -1), "normalize": (2, 1)},
+    **{"topk": (2, -1), "kthvalue": (2, -1), "normalize": (2, 1), "batch_norm": (9, 0)},
 }
 """By name, which argument is the dim of a function that is no mean of it, and its default; None for all dims."""
 GROUPED = frozenset(["scatter_add", "scatter_add_", "index_add", "index_add_", "scatter_reduce", "scatter_reduce_"])
@@ -110,6 +110,8 @@ class Samples:
         """Whether a function, by its name, joins samples to something that is no mean or sum of all of them."""
         if name in GROUPED:
             return bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if name == "batch_norm" and not argument(args, kwargs, 5, "training", "use_input_stats", default=False):
+            return False
         return name in STATISTICS and self.reduces(args, kwargs, *STATISTICS[name])
 
     def reduces(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int = 1, default: Any = None) -> bool:

@@ -199,6 +199,8 @@ class SlicePlan:
     """Batches of the same signature have other texts, arrays or logged values, by which the step may branch unseen."""
     mixes: str = ""
     """The operation by which the step puts samples beside others, if it does (mixup)."""
+    divides: str = ""
+    """The one by which it gives a module some of the samples, to learn of."""
     ended: str = ""
     """Where, on the last stage, the step could not be followed any more, and why."""
     ended_in: tuple[str, ...] = ()

@@ -503,6 +503,7 @@ REFUSED = {
     "stepped_by_tensor": r"`step` is given a tensor that one pipeline stage has.*`loss.item\(\)`",
     "step_by_microbatch": r"`__bool__` .* reads a value of one pipeline stage, in a step that optimizes by hand",
     "list_read": "reads values on the host by `item`, and when it was planned",
+    "ended_early": "ended without a `manual_backward` that other microbatches come to",
 }
 
 
@@ -532,6 +533,17 @@ def list_read(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
     logits = lit(ids)
     lit.shown = str(logits.argmax(1).tolist())
     lit.manual_backward(F.cross_entropy(logits, y))
+
+
+def ended_early(lit: Classifier, index: int, ids: Tensor, y: Tensor) -> None:
+    """As PPO does, by how far it has gone."""
+    for _ in range(3):
+        losses = F.cross_entropy(lit(ids), y, reduction="none")
+        if losses.mean() > losses[0]:
+            break
+        lit.optimizers().zero_grad()
+        lit.manual_backward(losses.mean())
+        lit.optimizers().step()
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -162,7 +162,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "sum / constant": (lambda y, t, m: _squares(y, t).sum() / 3, "by 3 in every microbatch"),
     "sum / batch": (lambda y, t, m: _squares(y, t).sum() / 8, "by 8 in every microbatch"),
     "a penalty": (
-        lambda y, t, m: F.mse_loss(y, t, reduction="sum") + F.mse_loss(y[:0].sum() + 1, t[:0].sum(), reduction="sum"),
+        lambda y, t, m: F.mse_loss(y, t, reduction="sum") + F.mse_loss(y.new_ones(1), y.new_zeros(1), reduction="sum"),
         "counts once for every microbatch",
     ),
     "a sum": (lambda y, t, m: (_squares(y, t) / (m * 1.0 + 1)).sum(), "loss is a sum over its samples"),
@@ -185,6 +185,8 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "a statistic": (lambda y, t, m: ((y - t) / t.std()).square().mean(), "`std`"),
     "a clamped statistic": (lambda y, t, m: F.mse_loss(y, t) / t.std().clamp(min=0.1), "`std`"),
     "of normalised": (lambda y, t, m: ((t - t.mean()) / (t.std() + 1e-8) * y).mean(), "makes something else"),
+    "a loss of a mean": (lambda y, t, m: F.l1_loss(y.mean(0), t.mean(0)), "`l1_loss`"),
+    "a loss of normalised samples": (lambda y, t, m: F.mse_loss(y / y.std(0), t), "`std`"),
     "normalised samples": (lambda y, t, m: ((y - y.mean(0)) * t).mean(), "`sub`"),
     "hard ones": (lambda y, t, m: _squares(y, t).flatten().topk(3).values.mean(), "`topk`"),
     "overlap of classes": (

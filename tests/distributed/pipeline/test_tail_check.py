@@ -140,6 +140,63 @@ def _own(layout: Layout, names: list[str]) -> dict[str, Any]:
     return _fit(layout, OWN, names)
 
 
+def _between(net: nn.Sequential, x: Tensor, couple: Callable[[Tensor], Tensor]) -> Tensor:
+    """With something between two layers."""
+    for i, layer in enumerate(net):
+        x = couple(layer(x)) if i == 2 else layer(x)
+    return x
+
+
+def _needed(x: Tensor) -> Tensor:
+    """Without the last feature, where none of the samples has more than so much in it."""
+    return x[:, : 6 if bool((x[:, 5] > 0.5).any()) else 5] * (x[:, 5:] > 0.5)
+
+
+Step = Callable[[nn.Sequential, Tensor], Tensor]
+EARLY: dict[str, tuple[str, Step]] = {
+    "inputs by their mean": ("takes of a microbatch", lambda net, x: net((x - x.mean(0)) / x.std(0))),
+    "inputs by their place": ("takes of a microbatch", lambda net, x: net(x * torch.linspace(1, 2, len(x))[:, None])),
+    "neighbours of inputs": ("takes of a microbatch", lambda net, x: net(torch.cdist(x, x).softmax(1) @ x)),
+    "a mean between": ("`mean` (", lambda net, x: _between(net, x, lambda h: h - h.mean(0))),
+    "a batch norm between": (
+        "`batch_norm` (",
+        lambda net, x: _between(net, x, lambda h: F.batch_norm(h, None, None, training=True)),
+    ),
+    "as many features as some sample needs": ("", lambda net, x: net(F.pad(y := _needed(x), (0, 6 - y.shape[1])))),
+    "each by itself": ("", lambda net, x: _between(net, x - x.mean(1, True), lambda h: h / h.std(1, keepdim=True))),
+}
+"""What is made of all samples before the tail, which takes what came of that; and how that is said."""
+
+
+class Early(Lit):
+    """As many features as samples in a batch, as it may be."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(F.mse_loss)
+        self.step = EARLY[name][1]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.step(self.net, batch[0]), batch[1])
+
+
+def _early(layout: Layout, names: list[str]) -> dict[str, list[str]]:
+    found = {}
+    for name in names:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(layout, strategy={"plan": None}).fit(Early(name), _data())
+        found[name] = [str(w.message) for w in caught if "MegaTPStrategy" in str(w.message)]
+    return found
+
+
+def test_what_is_made_of_all_samples_before_the_tail_is_said() -> None:
+    found = run_program(PP2, _early, list(EARLY))
+    for name, (said, _) in EARLY.items():
+        texts = [text for of_rank in found for text in of_rank[name]]
+        assert not any("no difference" in text for text in texts), (name, texts)
+        assert any(said in text for text in texts) if said else not texts, (name, texts)
+
+
 @pytest.mark.parametrize("some", [slice(0, None, 2), slice(1, None, 2)], ids=["even", "odd"])
 def test_losses_that_couple_samples_are_said_with_the_numbers(some: slice) -> None:
     names = list(COUPLED)[some]

@@ -97,7 +97,7 @@ class Evaluator:
             SliceError: stages would not get the same, or can't follow.
         """
         given = [untransformed(x) for x in tensors_in(call.args, call.kwargs)]
-        why = ""
+        why = "is a module that one stage has" if call.is_unit else ""
         if any(self._fakes.is_without_data(x) or x.requires_grad for x in given):
             why = "takes a value that not every stage has, or one that learns"
         there = [x for x in given if self._values.is_persistent(x) or self._values.get(x) is not None]

@@ -38,6 +38,8 @@ class Fakes:
         self._values, self.mode = values, mode
         self._filled = ByTensor[Tensor]()
         """Tensors that a unit made, and put values without data into; with what stands for them."""
+        self._is_inside = False
+        """Whether a unit is looked into."""
 
     def evaluate(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute, on fakes if any of the tensors is one, or belongs to a unit.
@@ -46,7 +48,10 @@ class Fakes:
             NeedsValues: the operation asks for the data of a fake.
         """
         if not any(self.is_without_data(x) for x in tensors_in(args, kwargs)):
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
+            if name == "requires_grad_" and (known := self._values.get(args[0])) is not None:
+                known.follow()
+            return out
         if name in HOST_READS:
             raise NeedsValues("it reads a value on the host")
         real = [x for x in tensors_in(args, kwargs) if not self.is_without_data(x)]
@@ -77,7 +82,8 @@ class Fakes:
         """Whether nobody knows its values in a dry run."""
         known = self._values.get(x)
         known_to_be = known is not None and known.stage is not None
-        return is_fake(x) or self._values.is_of_unit(x) or known_to_be or x in self._filled
+        learns = self._is_inside and x.requires_grad  # or what comes of it would have no graph, where it meets weights
+        return is_fake(x) or self._values.is_of_unit(x) or known_to_be or x in self._filled or learns
 
     def needs_values(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether an operation that was done on values can't be done without."""
@@ -100,8 +106,12 @@ class Fakes:
             with DisableTorchFunction():
                 return function, tree_map(lambda x: self._values.fake(x) if isinstance(x, Tensor) else x, given)
 
-        with modules_convert_without_data(), handle_transforms(on_fakes):
-            yield
+        before, self._is_inside = self._is_inside, True
+        try:
+            with modules_convert_without_data(), handle_transforms(on_fakes):
+                yield
+        finally:
+            self._is_inside = before
 
 
 def _empty(x: Tensor) -> Tensor:

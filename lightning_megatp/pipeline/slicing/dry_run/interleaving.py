@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.functions import JOINS
+from lightning_megatp.pipeline.loss.samples import STATISTICS
 from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.tensor.functions import operation_names
+from lightning_megatp.tensor.functions import argument, operation_names
 
 SCRAMBLED = 0
 """Rounds of what holds a part of the samples, or parts of them."""
@@ -159,10 +160,19 @@ def _couples(call: Call, given: Sequence[tuple[Tensor, Rows]], y: Tensor, rows: 
     """Whether an operation between units makes one thing of all samples, or compares each with each."""
     if call.is_unit or not y.is_floating_point() or all(value.stage is None for value in call.inputs):
         return False
-    if call.name in _REDUCES and rows is None:
+    if call.name in _REDUCES and (rows is None or _is_over_samples(call, *given[0])):
         return True
+    if call.name == "batch_norm":
+        return bool(argument(call.args, call.kwargs, 5, "training", default=False))
     most = max(list(x.shape).count(samples) for x, _ in given)
     return call.name in _COMPARES and list(y.shape).count(samples) > max(most, 1)
+
+
+def _is_over_samples(call: Call, x: Tensor, rows: Rows) -> bool:
+    """Whether a reduction names the dim of the samples. Its result may seem to have them: as many of something else."""
+    dims = argument(call.args, call.kwargs, STATISTICS.get(call.name, (1, None))[0], "dim", "axis")
+    dims = [dims] if type(dims) is int else dims
+    return isinstance(dims, (tuple, list)) and rows.dim in [dim % x.dim() for dim in dims]
 
 
 def _along(rows: Rows, x: Tensor, y: Tensor) -> Rows | None:

@@ -65,6 +65,7 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         reads=tuple(tracer.host_reads.replicated),
         varies=tracer.traits.varies,
         mixes=tracer.samples.orders.mixed,
+        divides=tracer.samples.orders.divided,
         couples=tracer.samples.interleaving.coupled,
         ended=tracer.ending.early,
         ended_in=tracer.ending.early_in,

@@ -24,7 +24,7 @@ def refuse_kind(call: Call) -> None:
         raise KindError(
             f"{call.by} differentiates inside the step. Under pipeline parallelism the strategy runs backward, after"
             " the step: return the loss (with automatic_optimization=False call `self.manual_backward(loss)`), or do it"
-            " inside the forward of a module."
+            " inside the forward of a module that is never cut: one that a ModuleList or a Sequential holds."
         )
     if asks_gradient(call.what, call.args):
         raise gradient_read(call.by)
