@@ -26,7 +26,7 @@ from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, storage_id, tree_map
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.user_hooks import mentions, users_hooks
+from lightning_megatp.user_hooks import STEP_IN_HOOK, mentions, users_hooks
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -395,5 +395,6 @@ def _within(context: Callable[[], contextlib.AbstractContextManager[Any]], call:
 
 
 def _step_in(hook: str, trainer: Any) -> list[tuple[Any, str]]:
-    """What has the step in it: its backward and the optimizer's own work, of which a hook calls `super()`."""
-    return [(trainer.strategy, hook)] if hook == "optimizer_step" else []
+    """What is the step's in a hook: its forward and backward, of which that may call the closure by itself, and the
+    optimizer's own work, of which it calls `super()`."""
+    return [(trainer.strategy, name) for name in STEP_IN_HOOK] if hook == "optimizer_step" else []
