@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.detour import Detour
@@ -103,6 +104,27 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
             ) from error
 
     return _around_hooks(trainer, watched)
+
+
+def logging_whole(trainer: Any, meet: Callable[[str], None]) -> Iterator[Detour]:
+    """Let `self.log` take the whole of what a hook has made of divided parameters, all ranks together: loggers and
+    callbacks read it later, some on one rank alone, and would find what this rank's rows make.
+
+    Args:
+        trainer: about to fit.
+        meet: raises an error where this rank alone logs something; see `hooks.meeting`.
+    """
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        meet("self.log")
+        return x.full_tensor()
+
+    def log(call: functools.partial[Any]) -> Any:
+        return call.func(*map(whole, call.args), **{name: whole(x) for name, x in call.keywords.items()})
+
+    yield Detour(trainer.lightning_module, "log", log)
 
 
 def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:

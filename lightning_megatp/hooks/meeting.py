@@ -23,7 +23,8 @@ _LOOK_S = 0.005
 class Meetings:
     """Lets ranks meet, in such hooks, before the first call of what each of them has a part of: the tensor ranks of a
     copy, before that of a split layer; with zero > 0 all ranks, before that of a module; with pp > 1 all stages, before
-    that of a unit; any of these before a checkpoint is saved. A rank that leaves the hook without one says so, too.
+    that of a unit; any of these before a checkpoint is saved, or a number of divided weights logged. A rank that leaves
+    the hook without one says so, too.
 
     Args:
         context: of the split layers.
