@@ -478,6 +478,43 @@ def test_a_log_that_was_handed_on_is_that_of_one_device(layout: Layout) -> None:
         assert not said
 
 
+class Networks(LightningModule):
+    """Two that read the batch itself, one on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].double()
+        return F.mse_loss(self.a(x), self.b(x) + 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _networks(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses = Returned()
+    plan = {"*.0": "column", "*.2": "row"}
+    make_trainer(layout, strategy={"plan": plan}, callbacks=[losses]).fit(Networks(), train_loader(layout, 3))
+    return losses.seen
+
+
+class Returned(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def test_split_networks_of_several_stages_read_the_batch() -> None:
+    [expected] = run_program(PLAIN, _networks)
+    for found in run_program(TP2_PP2, _networks):
+        assert found == approx(expected)
+
+
 class Collecting(GPT):
     """Keeps losses on the module for its hooks, one of which may change a parameter."""
 
