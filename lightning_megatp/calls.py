@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from lightning_megatp.detour import entries_replaced
+from lightning_megatp.detour import entries_replaced, look_up_late
 from lightning_megatp.messages import OfOneRank
 from lightning_megatp.origins import package_of
 from lightning_megatp.shim.lightning import around_metrics, trainer_of
@@ -266,6 +268,13 @@ class Interception:
 def loggers_in(module: nn.Module) -> list[nn.Module]:
     """The LightningModules among a module and its parts: those that log."""
     return [child for child in module.modules() if all(hasattr(type(child), name) for name in _LOGGING)]
+
+
+def follow_handed_on(module: nn.Module) -> None:
+    """Let the `self.log` that a LightningModule has handed on (`self.criterion = Loss(self.log)`) be looked up when it
+    is called: what stands in for it is to hear of that, too."""
+    methods = [x for x in gc.get_referrers(module) if isinstance(x, MethodType) and x.__self__ is module]
+    look_up_late([x for x in methods if x.__name__ in _LOGGING])
 
 
 @contextlib.contextmanager

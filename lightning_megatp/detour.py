@@ -1,10 +1,13 @@
-"""What is replaced for a while: a method of one object, on that object alone; entries of dicts."""
+"""What is replaced for a while: a method of one object, on that object alone, also for those who have kept it; entries
+of dicts."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import gc
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -67,6 +70,36 @@ def end_all(detours: list[Detour]) -> None:
     for detour in detours:
         detour.end()
     detours.clear()
+
+
+class _Late:
+    """A method of an object, looked up when it is called."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._owner, self._name)(*args, **kwargs)
+
+
+def look_up_late(bound: list[Any]) -> None:
+    """Let bound methods, wherever a program keeps them (a file's globals, a class, an attribute, a list, a closure), be
+    looked up when they are called, so that what stands for them by then is called. Tuples keep theirs."""
+    late = {id(x): _Late(x.__self__, x.__name__) for x in bound}
+    holders: list[Any] = gc.get_referrers(*bound) if bound else []
+    for holder in holders:
+        if isinstance(holder, types.CellType):
+            holder.cell_contents = late[id(holder.cell_contents)]
+        elif isinstance(holder, functools.partial):
+            state = late.get(id(holder.func), holder.func), holder.args, holder.keywords, vars(holder)
+            holder.__setstate__(state)  # type: ignore[attr-defined]
+        elif isinstance(holder, list) and holder is not bound:
+            holder[:] = [late.get(id(x), x) for x in holder]
+        elif isinstance(holder, dict) and (classes := [x for x in gc.get_referrers(holder) if isinstance(x, type)]):
+            for key in [key for key, x in holder.items() if id(x) in late]:
+                setattr(classes[0], key, late[id(holder[key])])
+        elif isinstance(held := holder if isinstance(holder, dict) else getattr(holder, "__dict__", None), dict):
+            held.update({key: late[id(x)] for key, x in held.items() if id(x) in late})
 
 
 @contextlib.contextmanager

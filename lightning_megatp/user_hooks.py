@@ -24,6 +24,9 @@ HOOKS = (
     ),
 )
 """Hooks during which the module's parameters are this rank's parts."""
+STEP_IN_HOOK = ("optimizer_step", "training_step", "backward")
+"""Methods of the strategy that have the step in them, of those that an `optimizer_step` of the user's calls: by
+`super()` or the optimizer, or by the closure alone (a batch of which the gradients are left for the next)."""
 
 _BEHIND = {
     "on_predict_batch_end": ("write_on_batch_end",),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatp.detour import Detour
@@ -26,7 +27,7 @@ from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, storage_id, tree_map
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.user_hooks import mentions, users_hooks
+from lightning_megatp.user_hooks import STEP_IN_HOOK, mentions, users_hooks
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
@@ -103,6 +104,27 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
             ) from error
 
     return _around_hooks(trainer, watched)
+
+
+def logging_whole(trainer: Any, meet: Callable[[str], None]) -> Iterator[Detour]:
+    """Let `self.log` take the whole of what a hook has made of divided parameters, all ranks together: loggers and
+    callbacks read it later, some on one rank alone, and would find what this rank's rows make.
+
+    Args:
+        trainer: about to fit.
+        meet: raises an error where this rank alone logs something; see `hooks.meeting`.
+    """
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        meet("self.log")
+        return x.full_tensor()
+
+    def log(call: functools.partial[Any]) -> Any:
+        return call.func(*map(whole, call.args), **{name: whole(x) for name, x in call.keywords.items()})
+
+    yield Detour(trainer.lightning_module, "log", log)
 
 
 def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
@@ -395,5 +417,6 @@ def _within(context: Callable[[], contextlib.AbstractContextManager[Any]], call:
 
 
 def _step_in(hook: str, trainer: Any) -> list[tuple[Any, str]]:
-    """What has the step in it: its backward and the optimizer's own work, of which a hook calls `super()`."""
-    return [(trainer.strategy, hook)] if hook == "optimizer_step" else []
+    """What is the step's in a hook: its forward and backward, of which that may call the closure by itself, and the
+    optimizer's own work, of which it calls `super()`."""
+    return [(trainer.strategy, name) for name in STEP_IN_HOOK] if hook == "optimizer_step" else []

@@ -1,4 +1,5 @@
-"""Hooks that do something on rank 0 only: a forward there would wait for the other ranks of a copy forever."""
+"""Hooks that do something on rank 0 only: a forward there, or a checkpoint, would wait for the other ranks of a copy
+forever."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _LOOK_S = 0.005
 class Meetings:
     """Lets ranks meet, in such hooks, before the first call of what each of them has a part of: the tensor ranks of a
     copy, before that of a split layer; with zero > 0 all ranks, before that of a module; with pp > 1 all stages, before
-    that of a unit. A rank that leaves the hook without one says so, too.
+    that of a unit; any of these before a checkpoint is saved, or a number of divided weights logged. A rank that leaves
+    the hook without one says so, too.
 
     Args:
         context: of the split layers.
@@ -52,9 +54,9 @@ class Meetings:
         for index, owner in enumerate((trainer.lightning_module, *trainer.callbacks)):
             for hook in HOOKS:
                 if is_users(owner, hook) and is_for_rank_zero(owner, hook):
-                    yield Detour(owner, hook, functools.partial(self._run, hook, f"{index}.{hook}"))
+                    yield Detour(owner, hook, functools.partial(self._run, trainer, hook, f"{index}.{hook}"))
 
-    def _run(self, hook: str, name: str, call: Callable[[], Any]) -> Any:
+    def _run(self, trainer: Any, hook: str, name: str, call: Callable[[], Any]) -> Any:
         self._calls[name] += 1
         number = self._calls[name]
         # Everybody has come further by now: batches lie between two calls of a hook, which no rank begins alone.
@@ -62,13 +64,19 @@ class Meetings:
         context = self._context
         before = context.meeting
         context.meeting = _Meeting(context, self._mesh, self._ranks, self._store, hook, f"{name}.{number}")
+        saving = Detour(trainer, "save_checkpoint", self._save)
         try:
             result = call()
             if context.meeting is not None:  # an exception has its own way to the others
                 context.meeting.leave()
             return result
         finally:
+            saving.end()
             context.meeting = before
+
+    def _save(self, call: Callable[[], Any]) -> Any:
+        self._context.meet("trainer.save_checkpoint")
+        return call()
 
 
 class _Meeting:
@@ -104,8 +112,8 @@ class _Meeting:
         return (
             f"MegaTPStrategy: `{self._hook}` calls `{name}` on {self._mesh.describe()}, and"
             f" {self._mesh.describe(rank)}, which holds another part of the model, {what}"
-            " (`if trainer.is_global_zero:`, `@rank_zero_only`). Call the model on all ranks, and let rank 0 alone"
-            " print, log or write what comes out."
+            " (`if trainer.is_global_zero:`, `@rank_zero_only`). Call it on all ranks, and let rank 0 alone print,"
+            " log or write what comes out."
         )
 
     def _say(self, what: str) -> None:

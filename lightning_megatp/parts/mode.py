@@ -73,13 +73,15 @@ class Part:
 class HookMode(TorchFunctionMode):
     """A mode for the time that a hook runs."""
 
+    _pauses = False
+
     @contextlib.contextmanager
     def around(self, *others: tuple[Any, str]) -> Iterator[None]:
         """Around a hook.
 
         Args:
             others: methods, by owner and name, that the hook may call and that are no part of it, such as the
-                `optimizer_step` of the strategy, which has the step in it.
+                `optimizer_step` of the strategy, which has the step in it. They may call each other.
         """
         with self, contextlib.ExitStack() as ends:
             for owner, name in others:
@@ -87,8 +89,14 @@ class HookMode(TorchFunctionMode):
             yield
 
     def _pause(self, call: Callable[[], Any]) -> Any:
-        with WithoutMode(self):
+        if self._pauses:
             return call()
+        self._pauses = True
+        try:
+            with WithoutMode(self):
+                return call()
+        finally:
+            self._pauses = False
 
 
 class PartsMode(HookMode):

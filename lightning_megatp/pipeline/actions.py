@@ -316,9 +316,7 @@ class Actions:
         learns = told is Told.LEARN
         run.learning.told.append((name, learns))
         if self._toggles_itself(run):
-            with DisableTorchFunction():
-                before = parameter.requires_grad
-            run.learning.let(name, learns, before)
+            run.learning.let(name, learns)
         self._act(run, functools.partial(self.learning.let, {name: learns}), tells=True)
 
     def _clear(self, name: str | None) -> None:

@@ -86,7 +86,7 @@ def build_pipeline(
     found = _units(parallel, options, schedule.stages, example, mesh.device)
     _check_compiled(module, found.order, schedule.stages, mesh)
     stage_of_unit = _placed(parallel, found, options, schedule.stages, example, mesh.device)
-    warn_of_pairs(parallel, found, stage_of_unit)
+    warn_of_pairs(parallel, found, stage_of_unit, mesh.device)
     sizes = stage_sizes(parallel, stage_of_unit, schedule.stages)
     compiled = _put_off(parallel, found.order, schedule)
     # It intercepts what is the units' forward by now.

@@ -125,9 +125,9 @@ class RunLearning:
         """Whether those learn that it lets learn, or not."""
         return self._learning.now(self._before)
 
-    def let(self, name: str, learns: bool, before: bool) -> None:
+    def let(self, name: str, learns: bool) -> None:
         """Let a parameter learn, or not."""
-        self._before.setdefault(name, before)
+        self._before = self._learning.now([name]) | self._before
         self._learning.let({name: learns})
 
     def toggle(self, optimizer: Optimizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -29,7 +31,7 @@ def with_twins(
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
     units = step.order
-    twins = frozen_twins(parallel.module, units, step.untrained, parallel.whole_shape)
+    twins = _twins_of(parallel, step, device)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None
@@ -40,9 +42,11 @@ def with_twins(
     return stage_of_unit if flows_forward(parallel, stage_of_unit, n_stages, example, device) else None
 
 
-def warn_of_pairs(parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Mapping[str, int]) -> None:
+def warn_of_pairs(
+    parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Mapping[str, int], device: torch.device
+) -> None:
     """Warn of averaged copies on other stages than what they are copies of, where a hook may go over both."""
-    twins = frozen_twins(parallel.module, step.order, step.untrained, parallel.whole_shape)
+    twins = _twins_of(parallel, step, device)
     apart = [unit for unit, twin in twins.items() if stage_of_unit[unit] != stage_of_unit[twin]]
     trainer = trainer_of(parallel.module)
     owners = (parallel.module, *getattr(trainer, "callbacks", ()))
@@ -69,22 +73,35 @@ _PAIRING = frozenset(
 """What hooks are found by that go over two networks."""
 
 
+def _twins_of(parallel: ParallelModule, step: UnitsOfStep, device: torch.device) -> dict[str, str]:
+    def added(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return parallel.context.exchange.reduce(x.to(device)).cpu()
+
+    return frozen_twins(parallel.module, step.order, step.untrained, parallel.whole_shape, added)
+
+
 def frozen_twins(
     module: nn.Module,
     units: Sequence[str],
     untrained: Collection[str] = (),
     shape: Callable[[Tensor], torch.Size] = Tensor.size,
+    added: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> dict[str, str]:
     """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
 
     A unit without trained parameters, and a trained one of the same class and shapes whose name ends alike
-    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. One that is an
-    attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it. The user's loops
-    over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
+    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. Of several networks
+    (`target.0` beside `actor.0` and `critic.0`) it is the one with more such pairs, and else with the closer values. A
+    unit that is an attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it.
+    The user's loops over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
 
     Args:
         untrained: units of which a step needs no gradient, if that is known.
         shape: of a parameter. All ranks have to find the same, and their parts may be uneven.
+        added: sums numbers over the ranks that hold parts of a parameter.
+
+    Communication: one such sum, where networks are alike.
     """
     parts = {unit: module.get_submodule(unit) for unit in units}
     kinds = {
@@ -92,18 +109,41 @@ def frozen_twins(
         for unit, part in parts.items()
     }
     frozen = [u for u in units if u in untrained or not any(p.requires_grad for p in parts[u].parameters())]
-    twins = {}
+    near = {}
     for unit in frozen:
         alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
-        best = max(alike, key=lambda other: common_end(unit, other), default=None)
-        if best is not None and (common_end(unit, best) or ("." not in unit and len(alike) == 1)):
-            twins[unit] = best
+        most = max((common_end(unit, other) for other in alike), default=0)
+        if most or ("." not in unit and len(alike) == 1):
+            near[unit] = [other for other in alike if common_end(unit, other) == most]
+    pairs = Counter(_starts(unit, other) for unit, others in near.items() for other in others)
+    away = _distances(parts, {unit: others for unit, others in near.items() if len(others) > 1}, added)
+
+    def fit(unit: str, other: str) -> tuple[int, float]:
+        return pairs[_starts(unit, other)], -away.get(_starts(unit, other), 0.0)
+
+    twins = {unit: max(others, key=functools.partial(fit, unit)) for unit, others in near.items()}
     networks = {_starts(unit, other) for unit, other in twins.items()}
     for unit in frozen:  # what neither of two networks uses (a classifier) is a pair, too
         beside = [v for v in frozen if v not in twins and kinds[v] == kinds[unit] and _starts(unit, v) in networks]
         if unit not in twins and len(beside) == 1:
             twins[unit] = beside[0]
     return twins
+
+
+def _distances(
+    parts: Mapping[str, nn.Module], near: Mapping[str, Sequence[str]], added: Callable[[Tensor], Tensor]
+) -> dict[tuple[str, str], float]:
+    """How far the values of networks are from each other, by the starts of their names. Layers of `configure_model`
+    have no values yet."""
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for unit, others in near.items():
+        for other in others:
+            values = zip(parts[unit].parameters(), parts[other].parameters(), strict=True)
+            alike = [(p.detach(), q.detach()) for p, q in values if p.shape == q.shape and not (p.is_meta or q.is_meta)]
+            found[_starts(unit, other)] += sum(float(torch.dist(p.float(), q.float())) for p, q in alike)
+    names = sorted(found)
+    sums = added(torch.tensor([found[name] for name in names], dtype=torch.float64)) if names else torch.zeros(0)
+    return dict(zip(names, sums.tolist(), strict=True))
 
 
 def _starts(name: str, other: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.late import LateCopies
 from lightning_megatp.shadows.shadow import Shadow
-from lightning_megatp.user_hooks import users_hooks
+from lightning_megatp.user_hooks import STEP_IN_HOOK, users_hooks
 
 Gathered = dict[str, list[Entry]]
 """By path."""
@@ -72,8 +72,8 @@ class Shadows:
 
         def run(owner: Any, hook: str, call: Callable[[], Any]) -> Any:
             with self.as_held(), contextlib.ExitStack() as ends:
-                if hook == "optimizer_step":  # what `super()` does has the step in it
-                    ends.callback(Detour(trainer.strategy, hook, self._run_step).end)
+                for name in STEP_IN_HOOK if hook == "optimizer_step" else ():
+                    ends.callback(Detour(trainer.strategy, name, self._run_step).end)
                 result = call()
             if owner is module:
                 self._late.after(hook)
@@ -95,6 +95,8 @@ class Shadows:
             self._leave_hook()
 
     def _run_step(self, call: Callable[[], Any]) -> Any:
+        if not self._in_hook:  # called by another
+            return call()
         self._leave_hook()
         try:
             return call()

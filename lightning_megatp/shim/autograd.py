@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.autograd import forward_ad
 
+from lightning_megatp.detour import look_up_late
 from lightning_megatp.origins import is_torchs
 from lightning_megatp.shim.standing import Handle, Standing
 
@@ -166,38 +167,11 @@ def handle_functions(handle: Handle, others_only: bool = False) -> Iterator[None
         _functions.by_all = before
 
 
-class _LateApply:
-    """`apply` of a `torch.autograd.Function`, looked up when it is called."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs)
-
-
 def unbind_functions() -> None:
-    """Let `gelu = GeluFunction.apply`, wherever a program keeps it (a file's globals, a class, an attribute, a list, a
-    closure), look `apply` up when it is called, or in 2.14 `handle_functions` would not be asked. Tuples keep theirs.
-    """
-    if APPLY_IS_PYTHON:
-        return
-    bound = [x for x in gc.get_objects() if type(x) is types.BuiltinMethodType and _is_users_apply(x)]
-    late = {id(x): _LateApply(x.__self__) for x in bound}
-    holders: list[Any] = gc.get_referrers(*bound) if bound else []
-    for holder in holders:
-        if isinstance(holder, types.CellType):
-            holder.cell_contents = late[id(holder.cell_contents)]
-        elif isinstance(holder, functools.partial):
-            state = late.get(id(holder.func), holder.func), holder.args, holder.keywords, vars(holder)
-            holder.__setstate__(state)  # type: ignore[attr-defined]
-        elif isinstance(holder, list) and holder is not bound:
-            holder[:] = [late.get(id(x), x) for x in holder]
-        elif isinstance(holder, dict) and (classes := [x for x in gc.get_referrers(holder) if isinstance(x, type)]):
-            for key in [key for key, x in holder.items() if id(x) in late]:
-                setattr(classes[0], key, late[id(holder[key])])
-        elif isinstance(held := holder if isinstance(holder, dict) else getattr(holder, "__dict__", None), dict):
-            held.update({key: late[id(x)] for key, x in held.items() if id(x) in late})
+    """Let `gelu = GeluFunction.apply`, wherever a program keeps it, look `apply` up when it is called, or in 2.14
+    `handle_functions` would not be asked."""
+    if not APPLY_IS_PYTHON:
+        look_up_late([x for x in gc.get_objects() if type(x) is types.BuiltinMethodType and _is_users_apply(x)])
 
 
 def _is_users_apply(method: Any) -> bool:

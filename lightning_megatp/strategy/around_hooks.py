@@ -14,6 +14,7 @@ from lightning_megatp.hooks.around import (
     finding_states,
     keeping_data,
     leaving_out_others,
+    logging_whole,
     watching_weights,
     with_whole_functions,
     with_whole_groups,
@@ -75,6 +76,7 @@ class HookMethods(GradientMethods):
             self._detours += leaving_out_others(trainer)
         if self.sharding is not None:
             self._detours += keeping_data(trainer, self.sharding.parameters)
+            self._detours += logging_whole(trainer, parallel.context.meet)
             self._detours += finding_divided(trainer, self.sharding.as_divided)
             states = functools.partial(self._states_by_parameter, parallel)
             self._detours += finding_states(trainer, states)

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatp.batches.example import Example
 from lightning_megatp.batches.same import SameBatch
+from lightning_megatp.calls import follow_handed_on
 from lightning_megatp.checkpoint.outlines import Outlines
 from lightning_megatp.commands import Done, requested, without_ranks
 from lightning_megatp.commands.answer import answer
@@ -302,6 +303,7 @@ class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods
     def setup(self, trainer: Any) -> None:
         """From the user's module to what this rank holds of it, and to its optimizers."""
         self._convert(trainer)
+        follow_handed_on(trainer.lightning_module)
         if without_ranks():
             answer(self, trainer, self._example(trainer))
         mesh = self._mesh()

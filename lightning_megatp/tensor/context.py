@@ -156,6 +156,11 @@ class TensorContext(OfOneRank):
             self.stream.enter(x.device)
         return entered
 
+    def forget_dry(self, y: Tensor) -> None:
+        """Forget what entered if a layer has made this of it in a dry run: of a batch, that has its values there."""
+        if self.is_dry(y):
+            self._entered.clear()
+
     def leave(self) -> None:
         """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""
         self.stream.leave()

@@ -251,6 +251,7 @@ class ColumnParallel(ParallelLayer):
     def _columns(self, x: Tensor, bias: Tensor | None) -> Tensor:
         entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
         y = entry.linear(self._own("weight", 0), bias)
+        self.context.forget_dry(y)
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)

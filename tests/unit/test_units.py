@@ -375,6 +375,22 @@ def test_averaged_copies_of_parts_are_known() -> None:
     }
 
 
+def test_averaged_copies_of_one_of_several_networks_are_known() -> None:
+    model = nn.Module()
+    model.actor, model.critic = (nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)) for _ in range(2))
+    model.target = copy.deepcopy(model.critic).requires_grad_(False)
+    with torch.no_grad():
+        model.target[0].weight.mul_(0.99)
+    model.actor_average = copy.deepcopy(model.actor).requires_grad_(False)
+    critics = {f"target.{i}": f"critic.{i}" for i in range(3)}
+    actors = {f"actor_average.{i}": f"actor.{i}" for i in range(3)}
+    assert frozen_twins(model, find_units(model)) == critics | actors
+
+    model.actor[2] = nn.Linear(3, 5)
+    del model.actor_average
+    assert frozen_twins(model, find_units(model)) == critics
+
+
 class Keepers(nn.Module):
     """Modules without parameters that change buffers, and one that only has some."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
@@ -878,6 +878,36 @@ def _numbers(layout: Layout) -> list[str]:
 def test_numbers_of_some_rows_are_said_to_be() -> None:
     said = run_program(Layout(dp=2, zero=1), _numbers)
     assert len(said[0]) == 1 and "a hook takes a number (`item`)" in said[0][0]
+
+
+class LogsWeights(Plain):
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.blocks[0].a.weight.detach()  # type: ignore[union-attr, operator]
+        self.log("largest", weight.max())
+        self.log_dict({"sum": weight.sum(), "norm": weight.norm(), "spread": weight.std()}, on_epoch=True)
+
+
+class ReadsLogs(Callback):
+    """On one rank alone, as those that print or save do."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen = {}
+        if trainer.is_global_zero:
+            self.seen = {name: float(f"{x:.12f}") for name, x in trainer.callback_metrics.items()}
+
+
+def _logged(layout: Layout) -> dict[str, float]:
+    reads = ReadsLogs()
+    trainer = make_trainer(layout, "untied", {"plan": None}, callbacks=[reads])
+    trainer.fit(LogsWeights(), DataLoader(_data(), batch_size=4))  # type: ignore[arg-type]
+    return reads.seen
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_hooks_log_of_weights_is_of_the_whole(zero: int) -> None:
+    expected = run_program(Layout(dp=2), _logged)[0]
+    assert len(expected) >= 4
+    assert run_program(Layout(dp=2, zero=zero), _logged)[0] == pytest.approx(expected, abs=1e-9)
 
 
 class LeavesOut(Plain):

@@ -1,7 +1,8 @@
-"""Forwards in hooks that ask for rank 0: all tensor ranks have to call them."""
+"""Forwards in hooks that ask for rank 0, and checkpoints: all ranks of a copy have to call them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from tests.distributed.training import (
     PLAIN,
+    PP2,
     TP2,
     TP2_DP2,
     Layout,
@@ -30,11 +32,12 @@ class Sampling(GPT):
 
     Args:
         kind: how.
+        path: of a checkpoint that it saves instead.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, path: str = "") -> None:
         super().__init__()
-        self.kind, self.samples = kind, list[float]()
+        self.kind, self.path, self.samples = kind, path, list[float]()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", super().training_step(batch, batch_idx))
@@ -46,6 +49,10 @@ class Sampling(GPT):
             self.sample()
             if self.trainer.is_global_zero:
                 print(self.samples)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.kind == "all save" or (self.kind == "one saves" and self.trainer.is_global_zero):
+            self.trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.kind == "decorated":
@@ -66,9 +73,9 @@ class Samples(Callback):
             module.sample()
 
 
-def _fit(layout: Layout, kind: str) -> list[float]:
+def _fit(layout: Layout, kind: str, path: str = "") -> list[float]:
     torch.manual_seed(0)
-    module = Sampling(kind)
+    module = Sampling(kind, path)
     callbacks = [Samples()] if kind == "callback" else []
     for _ in range(2):  # the second run meets anew
         trainer = make_trainer(layout, max_epochs=2, limit_train_batches=2, callbacks=callbacks)
@@ -102,3 +109,14 @@ def test_a_forward_on_rank_zero_alone_is_an_error(kind: str, hook: str, layout: 
     ) as error:
         run_program(layout, _fit, kind)
     assert error.value.failures[0].rank == 0
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_a_checkpoint_on_rank_zero_alone_is_an_error(layout: Layout, tmp_path: Path) -> None:
+    run_program(layout, _fit, "all save", str(tmp_path / "all.ckpt"))
+    with pytest.raises(
+        RankError, match=r"calls `trainer.save_checkpoint` on rank 0 .* left that hook without"
+    ) as error:
+        run_program(layout, _fit, "one saves", str(tmp_path / "one.ckpt"))
+    assert error.value.failures[0].rank == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["all.ckpt"]

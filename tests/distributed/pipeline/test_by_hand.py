@@ -432,11 +432,27 @@ def frozen_by_hand(lit: Gan, noise: Tensor, x: Tensor) -> None:
         g.step()
 
 
+def frozen_for_the_other(lit: Gan, noise: Tensor, x: Tensor) -> None:
+    """As actors are trained on a critic: the discriminator learns, but for the generator's loss."""
+    g, d = lit.optimizers()
+    d_loss = real_or_not(lit.discriminator(x), True) + real_or_not(lit.discriminator(lit.generator(noise)), False)
+    d.zero_grad()
+    lit.manual_backward(d_loss)
+    d.step()
+    lit.discriminator.requires_grad_(False)
+    g_loss = real_or_not(lit.discriminator(lit.generator(noise)), True)
+    g.zero_grad()
+    lit.manual_backward(g_loss)
+    g.step()
+    lit.discriminator.requires_grad_(True)
+    lit.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+
+
 CLASSIFIERS = (
     "plain", "cleared_first", "accumulated", "in_closure", "by_step", "two_optimizers", "twice", "looked_at",
     "read_early", "in_turn", "graph_kept", "one_graph", "rates_by_hand", "added_up", "hooked",
 )  # fmt: skip
-GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand", "read_late"
+GANS = "toggled", "made_once", "toggled_late", "frozen_by_hand", "frozen_for_the_other", "read_late"
 
 
 def train(
@@ -466,7 +482,8 @@ def train(
 @pytest.mark.parametrize("kind", [*CLASSIFIERS, *GANS])
 @pytest.mark.parametrize("layout", [PP2, TP2_PP2, DP2_PP2], ids=str)
 def test_trains_as_on_one_device(kind: str, layout: Layout) -> None:
-    if layout is not PP2 and kind not in ("plain", "accumulated", "toggled", "made_once", "frozen_by_hand"):
+    everywhere = "plain", "accumulated", "toggled", "made_once", "frozen_by_hand", "frozen_for_the_other"
+    if layout is not PP2 and kind not in everywhere:
         pytest.skip("one layout is enough")
     (seen, weights, steps), *_ = run_program(PLAIN, train, kind)
     for rank, (found, held, at) in enumerate(run_program(layout, train, kind)):

@@ -70,6 +70,28 @@ class Averages(Base):
                     mean.copy_(0.9 * mean + 0.1 * value)
 
 
+class AveragesACritic(Base):
+    """One of two networks that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(*(Block() for _ in range(4)))
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            wanted = batch["y"] + 0.9 * self.target(batch["x"])
+        return self.loss(self.critic(batch["x"]), wanted) - 0.1 * self.critic(self.net(batch["x"])).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.is_last_microbatch:
+            for mean, value in zip(self.target.parameters(), self.critic.parameters(), strict=True):
+                mean.data.lerp_(value.data, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.net.parameters(), *self.critic.parameters()], lr=0.1)
+
+
 class AveragesByTorch(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +309,7 @@ def _fit(
     [
         *((kind, PP2) for kind in (Averages, AveragesByTorch, Counts, Learns, WritesBatch, PopsBatch, SetsRates)),
         *((kind, PP2) for kind in (Replaces, HasNoTest, MaskedTeacher, MasksEarly, AveragesByLists, SetsBuffer)),
-        *((kind, PP2) for kind in (GrowsWithSteps, GrowsWithEpochs)),
+        *((kind, PP2) for kind in (GrowsWithSteps, GrowsWithEpochs, AveragesACritic)),
         *((kind, INTERLEAVED) for kind in (WritesBatch, PopsBatch, MaskedTeacher, MasksEarly)),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else str(value),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ from tests.distributed.training import (
     DP2_PP2,
     PLAIN,
     PP2,
+    TP2,
     TP2_PP2,
     Layout,
     eval_loader,
@@ -416,6 +419,100 @@ def _compare_values(found: dict[str, float], expected: dict[str, float]) -> None
         # Metrics keep their sums in float32.
         metric = any(part in name for part in ("stepped", "acc", "top", "perplexity", "hand_mean"))
         assert found[name] == approx(value, 1e-6 if metric else 1e-9), name
+
+
+class Criterion(nn.Module):
+    """Logs by what it was given for it."""
+
+    def __init__(self, *logs: Any) -> None:
+        super().__init__()
+        self.logs = list(logs)
+
+    def forward(self, logits: Tensor, targets: Tensor, name: str) -> Tensor:
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        for i, log in enumerate(self.logs):
+            log(f"{name}{i or ''}", loss, on_epoch=True)
+        return loss
+
+
+class Around(LightningModule):
+    """A LightningModule that trains another one, and hands its `log` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = GPT(GPTConfig(tied=False))
+        self.inner.log = self.log  # type: ignore[method-assign]
+        self.criterion = Criterion(self.log, functools.partial(self.log, prog_bar=True), lambda *a, **k: log(*a, **k))
+        log = self.log
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.criterion(self.inner(batch[0]), batch[1], "loss")
+        self.inner.log("inner", loss * 2)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.criterion(self.inner(batch[0]), batch[1], "val")
+
+    def configure_optimizers(self) -> Any:
+        return self.inner.configure_optimizers()
+
+
+def _handed_on(layout: Layout) -> tuple[list[float], dict[str, float], list[str]]:
+    torch.manual_seed(3)
+    losses = Losses()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2, callbacks=[losses])
+        trainer.fit(Around(), train_loader(layout, 2), eval_loader(layout, 2))
+    said = [str(w.message) for w in caught if "MegaTPStrategy" in str(w.message)]
+    return losses.seen, {name: float(x) for name, x in trainer.callback_metrics.items()}, said
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_a_log_that_was_handed_on_is_that_of_one_device(layout: Layout) -> None:
+    losses, logged, _ = run_program(PLAIN, _handed_on)[0]
+    assert {"inner", "loss_epoch", "val2"} <= set(logged)
+    for found, values, said in run_program(layout, _handed_on):
+        assert found == approx(losses)
+        assert values == approx(logged)
+        assert not said
+
+
+class Networks(LightningModule):
+    """Two that read the batch itself, one on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].double()
+        return F.mse_loss(self.a(x), self.b(x) + 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _networks(layout: Layout) -> list[float]:
+    torch.manual_seed(3)
+    losses = Returned()
+    plan = {"*.0": "column", "*.2": "row"}
+    make_trainer(layout, strategy={"plan": plan}, callbacks=[losses]).fit(Networks(), train_loader(layout, 3))
+    return losses.seen
+
+
+class Returned(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def test_split_networks_of_several_stages_read_the_batch() -> None:
+    [expected] = run_program(PLAIN, _networks)
+    for found in run_program(TP2_PP2, _networks):
+        assert found == approx(expected)
 
 
 class Collecting(GPT):
