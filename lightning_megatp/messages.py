@@ -19,6 +19,11 @@ def warn_once_per_run(text: str) -> None:
     warnings.warn(f"MegaTPStrategy: {text}", UserWarning, stacklevel=3)
 
 
+def warn_of_stage(text: str) -> None:
+    """A warning of a rank that knows what rank 0 does not."""
+    warnings.warn(f"MegaTPStrategy: {text}", UserWarning, stacklevel=3)
+
+
 def is_explained(error: BaseException) -> bool:
     """Whether an error has this package's own text."""
     return str(error).startswith("MegaTPStrategy")

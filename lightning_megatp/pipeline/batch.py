@@ -17,6 +17,7 @@ from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.on_parameters import warn_of_microbatches
 from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.loss.averages import Averages
+from lightning_megatp.pipeline.loss.early import EarlyTerms
 from lightning_megatp.pipeline.own_values import OwnValues
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.results import Results, Step, loss_of
@@ -125,6 +126,8 @@ class BatchRun:
     """What kept the last stage from the end of a step of evaluation."""
     _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
     """By stage, what its part of the step has set so far, but for the highest stage of the rank."""
+    _early: dict[int, EarlyTerms] = field(default_factory=dict)
+    """By stage, in batches that are looked at."""
     _factor: Tensor | None = None
     _backwards: Counter[int] = field(default_factory=Counter)
     """By stage, those that have begun."""
@@ -153,6 +156,8 @@ class BatchRun:
         rows, compares = self.results.rows[microbatch] if several else 0, several and self.warns is not None
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
+        if compares and not last and self.whole is None and self.remote is None and self.is_training:
+            counting = Averages((), self._is_closed, rows, compares)
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(self._seed_of_units(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
@@ -178,6 +183,8 @@ class BatchRun:
                 needed = [x for x, r in zip(done.sent, relays, strict=True) if r.requires_grad]
                 self.parallel.partial.trace(needed, received)
             if not last:
+                if counting is not None:
+                    self._note_early(stage, microbatch, counting, done)
                 return list(done.sent)
             self._meet_tail(done, microbatch)
             return needed
@@ -222,6 +229,14 @@ class BatchRun:
     def is_last_part(self) -> bool:
         """Whether what the step sets in Python stays: no other part runs the step from its beginning."""
         return self.part is None or not self.part.goes_backward
+
+    def _note_early(self, stage: int, microbatch: int, counting: Averages, done: StageRun) -> None:
+        """Look at what a stage before the last one hands on; after all microbatches say what of it is no average."""
+        terms = self._early.setdefault(stage, EarlyTerms())
+        keys = (relay.key for relay in self.relays(stage + 1, microbatch))
+        terms.note(counting, zip(keys, done.sent, strict=True))
+        if microbatch == len(self.microbatches) - 1 and self.warns is not None and (text := terms.text()):
+            self.warns(text)
 
     def _meet_tail(self, done: StageRun, microbatch: int) -> None:
         """With `whole`: keep what a microbatch makes for the tail of the step; behind the last one run that, forward

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatp.batches.split import batch_size
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import warn_of_stage, warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.pipeline.plans import Plans
@@ -146,15 +146,19 @@ class Findings:
 
     def say(self) -> None:
         """Say what the copies of the model have found in their parts of this batch: each once, though it may be so in
-        several batches.
+        several batches. Of stages before the last one, where rank 0 is, the first rank says what they have found.
 
         Communication: an object all-gather over dp.
         """
         found, self._found = self._found, []
+        is_first = self._mesh.rank("dp") == self._mesh.rank("tp") == 0
         for known, text in itertools.chain(*self._of_copies(found)):
             if not self._said.issuperset(known):
                 self._said.update(known)
-                warn_once_per_run(text)
+                if self._mesh.is_last_stage:
+                    warn_once_per_run(text)
+                elif is_first:
+                    warn_of_stage(text)
 
     def _of_copies(self, x: Any) -> Sequence[Any]:
         """What each copy of the model has, on this stage."""

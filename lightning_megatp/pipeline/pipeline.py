@@ -263,7 +263,7 @@ class Pipeline:
             self.sharding.shown.park()
         if run.check is not None:
             self.findings.compare(run.check, run.step, run.seed, loss, run.results)
-        if self.is_last and (run.warns is not None or run.check is not None):
+        if run.warns is not None or run.check is not None:
             self.findings.say()
         return loss
 

@@ -372,6 +372,70 @@ def test_what_an_earlier_stage_makes_is_left_out_of_what_is_compared(layout: Lay
         assert couples or found[0][0] == pytest.approx(losses, rel=1e-9)
 
 
+Penalty = Callable[[Tensor, Tensor], Tensor]
+EARLY: dict[str, tuple[Penalty, bool]] = {
+    "mean": (lambda mu, w: mu.square().mean(), False),
+    "of each": (lambda mu, w: mu.square().sum(1).clamp(min=0.5).mean(), False),
+    "of weights": (lambda mu, w: w.square().sum().sqrt(), False),
+    "root": (lambda mu, w: mu.square().mean().sqrt(), True),
+    "free bits": (lambda mu, w: mu.square().mean(0).clamp(min=0.3).sum(), True),
+    "largest": (lambda mu, w: mu.mean(0).square().max(), True),
+    "deviation": (lambda mu, w: F.relu(1 - mu.std(0)).mean(), True),
+}
+"""What an encoder's output adds to the loss, on the first stage; and whether that is another thing in a microbatch."""
+
+
+class Encoded(LightningModule):
+    """An autoencoder with a penalty of its code."""
+
+    def __init__(self, penalty: Penalty, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.penalty, self.automatic_optimization = penalty, not by_hand
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.decoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, t = batch
+        code = self.encoder(x)
+        loss = F.mse_loss(self.decoder(code), t) + self.penalty(code, self.encoder[0].weight)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach() if not self.automatic_optimization else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _fit_encoded(layout: Layout, names: list[str], by_hand: bool) -> dict[str, tuple[list[float], list[str]]]:
+    found = {}
+    for name in names:
+        seen = Losses()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[seen])
+            trainer.fit(Encoded(EARLY[name][0], by_hand), _data())
+        texts = [str(w.message) for w in caught]
+        found[name] = seen.seen, [x for x in texts if "a stage before the last one" in x or x in _said(caught)]
+    return found
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
+def test_terms_that_an_earlier_stage_makes_are_said_by_that(by_hand: bool) -> None:
+    (expected,) = run_program(PLAIN, _fit_encoded, list(EARLY), by_hand)
+    layout = PP2 if by_hand else DP2_PP2
+    found = run_program(layout, _fit_encoded, list(EARLY), by_hand)
+    for name, (_, differs) in EARLY.items():
+        texts = [text for of_rank in found for text in of_rank[name][1]]
+        assert len(texts) == differs and all("a stage before the last one" in x for x in texts), (name, texts)
+        if layout is PP2:
+            same = found[0][name][0] == pytest.approx(expected[name][0], rel=1e-9)
+            assert same != differs, name
+
+
 class OfEach(LightningModule):
     """Logs a metric itself, on steps."""
 

@@ -1,0 +1,46 @@
+"""Terms of the loss that stages before the last one make: the last one gets numbers, and can't see of what they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+from torch import Tensor
+
+from lightning_megatp.pipeline.loss.averages import Averages
+
+
+class EarlyTerms:
+    """Numbers with a gradient that a stage hands on, of one batch, and that are no averages over its samples."""
+
+    def __init__(self) -> None:
+        self._made: defaultdict[Hashable, list[tuple[Tensor, str]]] = defaultdict(list)
+        """What crosses -> by microbatch, the number, and the operation that made something else of averages, or
+        compared samples."""
+
+    def note(self, counting: Averages, sent: Iterable[tuple[Hashable, Tensor]]) -> None:
+        """After a microbatch.
+
+        Args:
+            counting: has seen what the stage averages.
+            sent: what it hands on, by keys that are the same for all microbatches.
+        """
+        for key, x in sent:
+            made = counting.made(x)
+            by = counting.compared if made is None else made.bent or counting.compared
+            if by and x.requires_grad and x.numel() == 1:
+                self._made[key].append((x.detach(), by))
+
+    def text(self) -> str:
+        """What is to be said after all microbatches; "" for nothing, as of a norm of weights, which is the same in
+        all. Waits for a GPU."""
+        for made in self._made.values():
+            first, by = made[0]
+            if not all(first.allclose(x, rtol=1e-6, atol=0.0) for x, _ in made):
+                return (
+                    "a stage before the last one hands on a number, which the loss may take, and which is no average"
+                    f" over its samples (by `{by}`). A pipeline makes one of every microbatch, and the batch's loss is"
+                    " the mean of what comes of them; one device makes one of the batch. If that matters, use"
+                    " whole_loss=True (not in steps by hand), or let it be an average."
+                )
+        return ""
