@@ -373,7 +373,7 @@ def test_what_an_earlier_stage_makes_is_left_out_of_what_is_compared(layout: Lay
 
 
 Penalty = Callable[[Tensor, Tensor], Tensor]
-EARLY: dict[str, tuple[Penalty, bool]] = {
+PENALTIES: dict[str, tuple[Penalty, bool]] = {
     "mean": (lambda mu, w: mu.square().mean(), False),
     "of each": (lambda mu, w: mu.square().sum(1).clamp(min=0.5).mean(), False),
     "of weights": (lambda mu, w: w.square().sum().sqrt(), False),
@@ -417,7 +417,7 @@ def _fit_encoded(layout: Layout, names: list[str], by_hand: bool) -> dict[str, t
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = make_trainer(layout, strategy={"plan": None}, callbacks=[seen])
-            trainer.fit(Encoded(EARLY[name][0], by_hand), _data())
+            trainer.fit(Encoded(PENALTIES[name][0], by_hand), _data())
         texts = [str(w.message) for w in caught]
         found[name] = seen.seen, [x for x in texts if "a stage before the last one" in x or x in _said(caught)]
     return found
@@ -425,10 +425,10 @@ def _fit_encoded(layout: Layout, names: list[str], by_hand: bool) -> dict[str, t
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
 def test_terms_that_an_earlier_stage_makes_are_said_by_that(by_hand: bool) -> None:
-    (expected,) = run_program(PLAIN, _fit_encoded, list(EARLY), by_hand)
+    (expected,) = run_program(PLAIN, _fit_encoded, list(PENALTIES), by_hand)
     layout = PP2 if by_hand else DP2_PP2
-    found = run_program(layout, _fit_encoded, list(EARLY), by_hand)
-    for name, (_, differs) in EARLY.items():
+    found = run_program(layout, _fit_encoded, list(PENALTIES), by_hand)
+    for name, (_, differs) in PENALTIES.items():
         texts = [text for of_rank in found for text in of_rank[name][1]]
         assert len(texts) == differs and all("a stage before the last one" in x for x in texts), (name, texts)
         if layout is PP2:
