@@ -59,7 +59,8 @@ class Findings:
 
     def add(self, text: str) -> None:
         """Note a reason for which the batch's loss may be another one."""
-        self._found.append(Finding.of(text))
+        by_hand = not getattr(self._parallel.module, "automatic_optimization", True)
+        self._found.append(Finding.of(f"{text} {_BY_HAND}" if by_hand and "whole_loss" in text else text))
 
     def check(
         self, step: Step, batch: Any, microbatches: Sequence[Any], plans: Sequence[SlicePlan], seed: int
@@ -163,3 +164,9 @@ class Findings:
     def _of_copies(self, x: Any) -> Sequence[Any]:
         """What each copy of the model has, on this stage."""
         return self._mesh.exchange(x, "dp") if self._mesh.size("dp") > 1 else [x]
+
+
+_BY_HAND = (
+    "(Steps that optimize by hand can't take whole_loss=True: let the loss be an average over samples, or use"
+    " microbatches=1.)"
+)

@@ -41,6 +41,6 @@ class EarlyTerms:
                     "a stage before the last one hands on a number, which the loss may take, and which is no average"
                     f" over its samples (by `{by}`). A pipeline makes one of every microbatch, and the batch's loss is"
                     " the mean of what comes of them; one device makes one of the batch. If that matters, use"
-                    " whole_loss=True (not in steps by hand), or let it be an average."
+                    " whole_loss=True, or let it be an average."
                 )
         return ""

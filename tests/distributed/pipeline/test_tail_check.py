@@ -431,6 +431,7 @@ def test_terms_that_an_earlier_stage_makes_are_said_by_that(by_hand: bool) -> No
     for name, (_, differs) in PENALTIES.items():
         texts = [text for of_rank in found for text in of_rank[name][1]]
         assert len(texts) == differs and all("a stage before the last one" in x for x in texts), (name, texts)
+        assert all(("Steps that optimize by hand can't take whole_loss" in x) == by_hand for x in texts)
         if layout is PP2:
             same = found[0][name][0] == pytest.approx(expected[name][0], rel=1e-9)
             assert same != differs, name
