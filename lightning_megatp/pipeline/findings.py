@@ -115,7 +115,9 @@ class Findings:
         if all(counts):
             with contextlib.suppress(Exception):  # it may take gradients
                 ends = [self._end(check, step, seed, ways[min(i, len(ways) - 1)]) for i in range(max(counts))]
-        early = check.before_tail()
+        early: Sequence[Finding] = []
+        with contextlib.suppress(Exception):
+            early = check.before_tail()
         self._found += early
         known = [end for end in ends if end is not None]
         if early or not known or len(known) < len(ends):

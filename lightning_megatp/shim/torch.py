@@ -44,6 +44,7 @@ __all__ = [
     "flatten",
     "foreach_norm",
     "inference_as_no_grad",
+    "is_of_parameter",
     "is_parameter_view",
     "is_random",
     "is_view",
@@ -139,6 +140,11 @@ def is_parameter_view(x: Tensor) -> bool:
     """Whether this is a view of a leaf that collects a gradient; views have no public way to their base (2.11-2.13)."""
     base = x._base
     return base is not None and base.is_leaf and base.requires_grad
+
+
+def is_of_parameter(x: Tensor) -> bool:
+    """Whether this is a parameter or a view of one, frozen ones too."""
+    return isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
 
 
 def sdpa_is_fused(*args: Any, **kwargs: Any) -> bool:

@@ -41,7 +41,14 @@ from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.autograd import functorch_is_active
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, tensor_version, tree_leaves, tree_map
+from lightning_megatp.shim.torch import (
+    FOREACH_IN_PLACE,
+    DisableTorchFunction,
+    is_of_parameter,
+    tensor_version,
+    tree_leaves,
+    tree_map,
+)
 from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 
@@ -136,12 +143,14 @@ class StageMode(TorchFunctionMode):
         return self._skip(instruction, args, kwargs or {})
 
     def _note_taken(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """But for what is made of weights, which is the same for all microbatches, and may be gone after a step."""
         if self._taken is None or instruction.operation.stage is None:
             return
         is_unit = isinstance(instruction.operation.what, str)  # others take indices, too, that go by the rows there are
         with DisableTorchFunction():
             for position, x in enumerate(tensors_in(args, kwargs)):
-                if (is_unit or x.is_floating_point()) and not is_fake(x):
+                of_weights = x.requires_grad or is_of_parameter(x)
+                if (is_unit or x.is_floating_point()) and not (of_weights or is_fake(x)):
                     self._taken[self._index, position] = x.detach()
             numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float)] if is_unit else []
             for position, number in enumerate(numbers):
