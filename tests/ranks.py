@@ -36,7 +36,7 @@ from tests.fork_server import LIGHTNING, PACKAGE, Forked, ForkServer, ServerEnde
 
 COLLECTIVE_TIMEOUT_S = 150
 CALL_TIMEOUT_S = 300.0  # a machine may have other things to do, and be slow
-GRACE_S = 60.0  # how long the other ranks may go on after one has raised
+GRACE_S = 30.0  # how long the other ranks may go on after one has raised
 LOG_TAIL = 6000
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 
