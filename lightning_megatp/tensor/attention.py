@@ -83,8 +83,13 @@ class ParallelAttention(ParallelLayer, nn.MultiheadAttention):
         if any(x.is_nested for x in inputs):
             raise ValueError(f"MegaTPStrategy: `{self.label}` is split and takes no nested tensors; give padded ones.")
         distinct = {id(x): x for x in inputs}
-        entered = {key: self.context.enter(x, self._bring, None, self.training) for key, x in distinct.items()}
+        entered = {key: self.context.enter(x, self) for key, x in distinct.items()}
         return [entered[id(x)] for x in inputs]
+
+    @property
+    def any_weight(self) -> Tensor:
+        weight: Tensor = self._held("in_proj_weight" if self._qkv_same_embed_dim else "q_proj_weight")
+        return weight
 
     def _readers(self) -> Sequence[tuple[Tensor, Tensor | None]]:
         """Weight and bias of self-attention; others read parts of the packed weight."""

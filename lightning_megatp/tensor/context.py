@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from lightning_megatp.tensor.random import RankStream
 from lightning_megatp.tensor.shards import Shard
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Meeting(Protocol):
@@ -37,6 +38,21 @@ class Meeting(Protocol):
 
     def answer(self) -> None:
         """Say that this rank is there for calls of the others."""
+
+
+class Reader(Protocol[T_co]):
+    """A layer that reads what enters a region."""
+
+    @property
+    def training(self) -> bool:
+        """Whether dropout is active in its region."""
+
+    @property
+    def any_weight(self) -> Tensor:
+        """A weight of it, or what stands for that in a dry run."""
+
+    def bring_in(self, x: Tensor) -> T_co:
+        """Make an `Entry` of a value."""
 
 
 @dataclass(eq=False)
@@ -129,16 +145,15 @@ class TensorContext(OfOneRank):
     def __deepcopy__(self, memo: dict[int, object]) -> TensorContext:
         return self  # a copied model works in the same group
 
-    def enter(self, x: Tensor, bring: Callable[[Tensor], T], region: Region | None, training: bool) -> T:
+    def enter(self, x: Tensor, reader: Reader[T], region: Region | None = None) -> T:
         """Bring a value into a tensor region: one collective per input tensor, shared by all column layers reading it.
         What entered is known until something enters another region. In a dry run it isn't: the next layer may be on
         another pipeline stage.
 
         Args:
             x: (..., h) whole, or a SequenceShard.
-            bring: makes an `Entry` of it, called only if x was not brought in before.
+            reader: brings it in, if it wasn't before.
             region: the region entered, if a row layer closes it.
-            training: whether dropout is active in there.
 
         Returns:
             what was brought in.
@@ -148,18 +163,13 @@ class TensorContext(OfOneRank):
         if entered is None:
             if region is None or region is not self.open_region:
                 self._entered.clear()
-            entered = bring(x)
-            if not self.is_dry(x):
+            entered = reader.bring_in(x)
+            if not (self.is_dry(x) or self.is_dry(reader.any_weight)):  # a batch has its values in a dry run
                 self._entered.put(x, entered)
         self.open_region = region
-        if region is not None and region.random and training and not is_fake(x):
+        if region is not None and region.random and reader.training and not is_fake(x):
             self.stream.enter(x.device)
         return entered
-
-    def forget_dry(self, y: Tensor) -> None:
-        """Forget what entered if a layer has made this of it in a dry run: of a batch, that has its values there."""
-        if self.is_dry(y):
-            self._entered.clear()
 
     def leave(self) -> None:
         """A row layer is reached: what follows is the same on all ranks, and so are its random numbers."""

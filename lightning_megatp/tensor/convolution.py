@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -58,9 +59,14 @@ class ColumnParallelConvolution(ParallelLayer):
                 self.__dict__.update({name: before[name] for name in ("_parameters", "groups", *own) if name in before})
             return gather_channels(context.exchange, y, self._dim, self.by_rank, last)
 
+    @property
+    def any_weight(self) -> Tensor:
+        weight: Tensor = operator.attrgetter(next(iter(self.splits)))(self)  # a weight norm's is not computed for this
+        return weight
+
     def _enter(self, x: Tensor) -> Tensor:
         if self._inputs is None:
-            return self.context.enter(x, self._bring, None, self.training).value
+            return self.context.enter(x, self).value
         if isinstance(x, FeatureShard):
             x = x.whole("convolution")
         whole = x.whole() if isinstance(x, SequenceShard) else x

@@ -107,7 +107,7 @@ class ParallelExperts(ParallelLayer):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         region = None if self.stack_layout.draws_alike else self.region
-        return self.context.enter(x, self._bring, region, self.training).value
+        return self.context.enter(x, self, region).value
 
     def _parameters_inside(self) -> dict[str, Any]:
         """The split parameters, and those that are added once, as the module's own forward sees them."""
@@ -140,6 +140,11 @@ class ParallelExperts(ParallelLayer):
     def _held(self, name: str) -> Any:
         held, leaf = self._place(name)
         return super()._held(name) if leaf == name else dict.get(held["_parameters"], leaf)
+
+    @property
+    def any_weight(self) -> Tensor:
+        weight: Tensor = self._held(next(iter(self.splits)))
+        return weight
 
     def _names(self) -> Collection[str]:
         return {*self._parameters, *self.splits, *self.stack_layout.once}

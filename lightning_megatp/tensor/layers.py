@@ -178,7 +178,13 @@ class ParallelLayer(nn.Module):
         whole = used_whole(gathered(bias), "linear")
         return None if whole is None else self.context.exchange.scatter(whole, 0, self.by_rank)
 
-    def _bring(self, x: Tensor) -> Entry:
+    @property
+    def any_weight(self) -> Tensor:
+        """A weight of its, or what stands for it in a dry run."""
+        weight: Tensor = self._held("weight")
+        return weight
+
+    def bring_in(self, x: Tensor) -> Entry:
         """A whole value, or this rank's tokens or features of one, into the tensor region."""
         x = x.whole("linear") if isinstance(x, FeatureShard) else x
         return Entry(x, self.group, self.context.deferred, self._readers())
@@ -249,9 +255,8 @@ class ColumnParallel(ParallelLayer):
         return self._columns(x, self._own("bias", 0))
 
     def _columns(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        entry = self.context.enter(x, self._bring, None if self.gather_output else self.region, self.training)
+        entry = self.context.enter(x, self, None if self.gather_output else self.region)
         y = entry.linear(self._own("weight", 0), bias)
-        self.context.forget_dry(y)
         if self._layout is not None and self.context.size > 1:
             whole = self.context.is_dry(y)
             return self.context.exchange.gather(y, -1, self.by_rank) if whole else FeatureShard.wrap(y, self._layout)
@@ -378,7 +383,7 @@ class VocabParallelEmbedding(ParallelLayer, nn.Embedding):
         return FeatureShard.wrap(self._run(lambda x: self._score(x, self._part(bias)), x), self._scores)
 
     def _score(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.context.enter(x, self._bring, None, self.training).linear(self._own("weight", 0), bias)
+        return self.context.enter(x, self).linear(self._own("weight", 0), bias)
 
     def _compute(self, x: Tensor) -> Tensor:
         rows = self.rows

@@ -478,26 +478,59 @@ def test_a_log_that_was_handed_on_is_that_of_one_device(layout: Layout) -> None:
         assert not said
 
 
-class Networks(LightningModule):
-    """Two that read the batch itself, one on each stage."""
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+class Expert(nn.Module):
+    """Two networks in one stack, and what both of them say."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(2))
+        self.up, self.down = nn.Parameter(torch.randn(2, 4, 8)), nn.Parameter(torch.randn(2, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(((x @ self.up[i]).tanh() @ self.down[i] for i in range(2)), torch.zeros_like(x))
+
+
+NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "linears": (
+        lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)),
+        {"*.0": "column", "*.2": "row"},
+    ),
+    "attention": (Attends, {"*.attention": "attention"}),
+    "convolution": (lambda: nn.Conv1d(6, 4, 3), {"*": "column_gather"}),
+    "experts": (Expert, {"*": {"style": "experts", "parameters": {"up": 2, "down": 1}}}),
+}
+
+
+class Networks(LightningModule):
+    """Two that read the batch itself, one on each stage."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b = (NETWORKS[kind][0]() for _ in range(2))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x = batch[0].double()
+        x = batch[0].double().div(10).unsqueeze(-1) + torch.arange(4)
         return F.mse_loss(self.a(x), self.b(x) + 1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def _networks(layout: Layout) -> list[float]:
+def _networks(layout: Layout, kind: str) -> list[float]:
     torch.manual_seed(3)
     losses = Returned()
-    plan = {"*.0": "column", "*.2": "row"}
-    make_trainer(layout, strategy={"plan": plan}, callbacks=[losses]).fit(Networks(), train_loader(layout, 3))
+    plan = {f"{network}{name[1:]}": style for network in "ab" for name, style in NETWORKS[kind][1].items()}
+    trainer = make_trainer(layout, strategy={"plan": plan}, callbacks=[losses])
+    trainer.fit(Networks(kind), train_loader(layout, 3))
     return losses.seen
 
 
@@ -509,9 +542,10 @@ class Returned(Callback):
         self.seen.append(float(outputs["loss"]))
 
 
-def test_split_networks_of_several_stages_read_the_batch() -> None:
-    [expected] = run_program(PLAIN, _networks)
-    for found in run_program(TP2_PP2, _networks):
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_split_networks_of_several_stages_read_the_batch(kind: str) -> None:
+    [expected] = run_program(PLAIN, _networks, kind)
+    for found in run_program(TP2_PP2, _networks, kind):
         assert found == approx(expected)
 
 
