@@ -159,20 +159,23 @@ def check_columns(batches: Mapping[int, Any], batch: Any) -> None:
 def _columns(batch: Any) -> Iterator[int]:
     """The lengths of what a batch may be split along: tensors, arrays, lists of anything else, and tuples of texts."""
     found: list[int] = []
+    for entry in batch if type(batch) in (list, tuple) else [batch]:
+        _find_lengths(entry, found)
+    yield from found
 
+
+def _find_lengths(entry: Any, found: list[int]) -> None:
     def note(x: Any) -> Any:
         if isinstance(x, (Tensor, np.ndarray)):
             found.extend([len(x)] if x.ndim > 0 else [])
         elif any(True for _ in _in_lists(x)):
             for item in x:
-                apply_to_collection(item, (Tensor, np.ndarray, list, tuple), note)
+                _find_lengths(item, found)
         elif isinstance(x, list) or _one_per_row(x, len(x)):
             found.append(len(x))
         return x
 
-    for entry in batch if type(batch) in (list, tuple) else [batch]:
-        apply_to_collection(entry, (Tensor, np.ndarray, list, tuple), note)
-    yield from found
+    apply_to_collection(entry, (Tensor, np.ndarray, list, tuple), note)
 
 
 _REMEDY = (
@@ -248,17 +251,23 @@ def _in_lists(x: Any) -> Iterator[Tensor]:
 def _first(batch: Any) -> Tensor | list[Any] | None:
     """The first tensor that has a dim 0, or the list of different lengths that holds it."""
     found: list[Tensor | list[Any]] = []
+    _find_with_rows(batch, found)
+    return found[0] if found else None
+
+
+def _find_with_rows(batch: Any, found: list[Tensor | list[Any]]) -> None:
+    """Add the tensors that have a dim 0, and the lists of different lengths, in their order. (A closure that called
+    itself would hold them until garbage is collected.)"""
 
     def note(x: Any) -> Any:
         if _different_lengths(x) or (isinstance(x, Tensor) and x.dim() > 0):
             found.append(x)
         elif isinstance(x, list):
             for item in x:
-                apply_to_collection(item, (Tensor, list), note)
+                _find_with_rows(item, found)
         return x  # a dataclass is made anew, and may check what it is given
 
     apply_to_collection(batch, (Tensor, list), note)
-    return found[0] if found else None
 
 
 def _lists_around_first(batch: Any) -> list[int]:

@@ -157,7 +157,7 @@ class BatchRun:
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         if compares and not last and self.whole is None and self.remote is None and self.is_training:
-            counting = Averages((), self._is_closed, rows, compares)
+            counting = Averages((), self._closed, rows, compares)
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(self._seed_of_units(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
@@ -200,7 +200,7 @@ class BatchRun:
     def _counting(self, microbatch: int, rows: int, compares: bool) -> Averages:
         """What sees what a step averages. It goes on through all parts of a step."""
         if self.part is None or microbatch not in self.part.averages:
-            counting = Averages(self.results.with_losses, self._is_closed, rows, compares)
+            counting = Averages(self.results.with_losses, self._closed, rows, compares)
         else:
             counting = self.part.averages[microbatch]
             counting.of_targets = []
@@ -317,11 +317,11 @@ class BatchRun:
         finally:
             self._plain_values[stage] = others.put_back()
 
-    def _is_closed(self, unit: str) -> bool:
-        """Whether a unit is compiled code, inside of which no step that was watched averaged a loss."""
-        if unit not in self.stage_of_unit or unit in self.results.loss_units or self.parallel.uncompiled:
-            return False
-        return is_compiled(self.parallel.module.get_submodule(unit))
+    @functools.cached_property
+    def _closed(self) -> Callable[[str], bool]:
+        """Tells whether a unit is compiled code, inside of which no step that was watched averaged a loss. It doesn't
+        hold this batch, which holds what asks it."""
+        return functools.partial(_is_closed, self.parallel, self.stage_of_unit, self.loss_units)
 
     def _done(self, run: Callable[[], StageRun]) -> StageRun | None:
         """What a stage made; None where a step of evaluation goes on beyond its plan."""
@@ -430,3 +430,9 @@ class BatchRun:
             )
         self.parallel.partial.trace([loss], received)
         return self.backward.scale(loss * self.results.loss.share(microbatch).to(loss))
+
+
+def _is_closed(parallel: ParallelModule, stage_of_unit: Mapping[str, int], loss_units: set[str], unit: str) -> bool:
+    if unit not in stage_of_unit or unit in loss_units or parallel.uncompiled:
+        return False
+    return is_compiled(parallel.module.get_submodule(unit))

@@ -49,8 +49,8 @@ class TailCheck:
         wanted = frozenset(relay.key for relay in plan.relays[-1])
         self.kept = [Kept(wanted) for _ in range(microbatches)]
         """By microbatch, what the last stage makes for the tail."""
-        self._before_tail: list[Finding] = []
-        self._whole = WholeLoss(batch, plan, says=lambda text: self._before_tail.append(Finding.of(text)))
+        self._before_tail: list[str] = []
+        self._whole = WholeLoss(batch, plan, says=self._before_tail.append)
         self._whole.coupled = coupled
 
     @classmethod
@@ -94,7 +94,7 @@ class TailCheck:
         """What is to be said of what the step does before its tail, once that was run. The tail can't tell: it begins
         with what came of that."""
         self._whole.compare_taken()
-        return self._before_tail
+        return [Finding.of(text) for text in self._before_tail]
 
     def join(self) -> list[list[Tensor]]:
         """What the tail takes of all microbatches. Where stages make numbers of a microbatch (the loss of an earlier

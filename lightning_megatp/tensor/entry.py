@@ -145,11 +145,11 @@ class Entry:
                 continue
             if all(p is None or p.requires_grad for p in parameters) and not _has_hooks(*parameters):
                 gates.append(_Gate(parameters, _Call(*parameters, transfer, self._deferred)))
-        transfer.gated = [gate.call for gate in gates]
         if first is None:
             weight = bias = None
+        gated = [gate.call for gate in gates]
         inputs = (parameter for gate in gates for parameter in gate.parameters)
-        y, self._value, *inside = _Enter.apply(x, weight, bias, first, transfer, *inputs)
+        y, self._value, *inside = _Enter.apply(x, weight, bias, first, gated, transfer, *inputs)
         for gate, own_weight, own_bias in zip(gates, inside[::2], inside[1::2], strict=True):
             gate.inside = own_weight, own_bias
         self._gates = {id(gate.parameters[0]): gate for gate in gates}
@@ -185,8 +185,6 @@ class _Transfer:
         self.group, self.tokens, self.dtype = group, tokens, x.dtype
         self.again_in_backward = tokens is not None and not _stays(x, tokens)
         """Whether all tokens are gathered once more; else they are kept."""
-        self.gated: list[_Call] = []
-        """The readings whose gradients of weights `_Enter` computes."""
         self.shape = x.shape
         """The shape of the value, all tokens of it, once it has entered."""
         self._gathered: dict[torch.dtype, Pending] = {}
@@ -296,7 +294,7 @@ class _Enter(OwnFunction):
     """Into a tensor region: identity of a whole value, all-gather of a sequence. Its gradient is a partial sum.
 
     Besides the value it returns what the layer that reads first makes of it, y = x A^T + b, and weights and biases of
-    other layers as they are.
+    other layers as they are. Of these, the gated readings, its backward computes the gradients.
     """
 
     @staticmethod
@@ -306,10 +304,11 @@ class _Enter(OwnFunction):
         weight: Tensor | None,
         bias: Tensor | None,
         first: _Call | None,
+        gated: Sequence[_Call],
         transfer: _Transfer,
         *others: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        ctx.first, ctx.transfer = first, transfer
+        ctx.first, ctx.gated, ctx.transfer = first, gated, transfer
         ctx.region_above, ctx.region_below = "tensor", "whole" if transfer.tokens is None else "sequence"
         ctx.crossing_input = 0
         ctx.set_materialize_grads(False)
@@ -336,14 +335,14 @@ class _Enter(OwnFunction):
             wanted = first.wanted(*ctx.needs_input_grad[1:3])
             x = transfer.again(kept, kept.dtype) if wanted[0] else None
             first.left = _Left(backward_id(), rows(grad), weight, x, wanted)
-        calls = (first, *transfer.gated)
+        calls = (first, *ctx.gated)
         left = [None if call is None else call.take_left() for call in calls]
         total = _sum(_sum_of_products(left, transfer.shape), grad_value)
         pending = None if total is None or with_graph else transfer.reduce(total, spend=total is not grad_value)
         own_weight, own_bias, *others = itertools.chain(*map(_gradients, calls, left))
         if total is not None:
             total = transfer.reduced_with_graph(total) if pending is None else pending.wait()
-        return total, own_weight, own_bias, None, None, *map(_sum, others, passed)
+        return total, own_weight, own_bias, None, None, None, *map(_sum, others, passed)
 
 
 def _gradients(call: _Call | None, left: _Left | None) -> tuple[Tensor | None, Tensor | None]:

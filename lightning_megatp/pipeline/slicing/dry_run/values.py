@@ -169,7 +169,7 @@ class Values:
         self.parts.take(value, stage, by)
         if value.stage is not None and stage is not None and stage > value.stage:
             value.consumers.add(stage)
-        value.became += [(stage, x) for x in made] if stage is not None else []
+        value.became += [(stage, x) for x in made if x is not value] if stage is not None else []
 
     def use_origins(self, value: Value, stage: int | None) -> None:
         """A stage depends on a replicated value, and so on what that was made from."""
