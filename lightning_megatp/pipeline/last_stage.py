@@ -33,7 +33,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.held_tensors import Buffers, Change, HeldTensors, modules_outside
-from lightning_megatp.pipeline.told.left import given, packed
+from lightning_megatp.pipeline.told.left import given, is_plain_at, packed
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import (
     Facts,
@@ -47,7 +47,7 @@ from lightning_megatp.pipeline.told.telling import (
 from lightning_megatp.plan.units import modules_around, parts_of_one_stage
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues, is_plain
+from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
 from lightning_megatp.tensor.random import generators_on
 from lightning_megatp.user_hooks import codes_of, mentions, stored_in
 
@@ -97,8 +97,9 @@ class LastStage:
         self._stage_of_unit, self._remote, self._run_unit = stage_of_unit, remote, run_unit
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
-        self._before_left: Attributes | None = None
-        """On the last stage, the module before that."""
+        self._before_left: dict[tuple[str, ...], Attributes] = {}
+        """On the last stage, the attributes that steps, and hooks that run there alone, have changed, by the names that
+        lead to them; and the module before that."""
         self.returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self.has_loss = False
@@ -160,7 +161,7 @@ class LastStage:
             yield
             return
         self._changes = changes = Changes()
-        before = None if self.stateful else self._attributes()
+        before = self._attributes()
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
@@ -172,8 +173,7 @@ class LastStage:
             run.numbers.warn()
         if len(run.results.rows) > 1:
             warn_of_lists(self.parallel.module, lists, run.microbatches)
-        changes.left_state = before is not None and self._attributes().differ_from(before)
-        self._before_left = before if changes.left_state else self._before_left
+        changes.left_state = self._note_left(before)
         now = PlainValues(self.opened)
         changes.values = now.changes(plain)
         objects = {path[:-1] for path in changes.values if len(path) > 2} - self._told_objects
@@ -282,26 +282,39 @@ class LastStage:
         if not self.mesh.is_last_stage:
             size, apart = self._telling.share([], [0.0, 0.0])
             return self._telling.receive_values(int(size)), bool(apart)
-        attributes = vars(self.parallel.module)
-        names = self._left()
-        values = packed({name: attributes[name] for name in names}) if names <= attributes.keys() else None
+        values = packed(self.parallel.module, self._left())
         self._telling.share([], [float(len(values or b"")), float(values is None)])
         self._telling.send_values(values or b"")
         return b"", values is None
 
     def _is_left(self) -> bool:
-        """On the last stage, whether anything is left still. Else it is looked for anew."""
-        found = bool(self._left())
-        self._before_left = self._before_left if found else None
-        return found
+        """On the last stage, whether anything is left still."""
+        found = self._left()
+        self._before_left = {path: self._before_left[path] for path in found}
+        return bool(found)
 
-    def _left(self) -> set[str]:
-        """On the last stage, the module's attributes that steps and hooks there have set, and others were not told."""
-        if self._before_left is None:
-            return set()
-        module = self.parallel.module
-        names = self._attributes().differing(self._before_left)
-        return {name for name in names if not (name in vars(module) and is_plain(vars(module)[name]))}
+    def _note_left(self, before: Attributes) -> bool:
+        """On the last stage, note what has been changed there since, which other stages have not.
+
+        Returns:
+            Whether anything was.
+        """
+        paths = self._attributes().differing(before)
+        known = list(self._before_left)
+        for path in paths:
+            if not any(path[: len(other)] == other for other in known):
+                inside = [other for other in known if other[: len(path)] == path]
+                self._before_left = {k: v for k, v in self._before_left.items() if k not in inside} | {path: before}
+        return bool(paths)
+
+    def _left(self) -> list[tuple[str, ...]]:
+        """On the last stage, the attributes of the module, and of the user's own objects on it, that steps and hooks
+        there have set, and others were not told."""
+        if not self._before_left:
+            return []
+        now = self._attributes()
+        changed = [path for path, then in self._before_left.items() if now.differ_at(path, then)]
+        return [path for path in changed if not is_plain_at(self.parallel.module, path)]
 
     def _attributes(self) -> Attributes:
         """The attributes of the module now; without averages of weights, which hooks find in another form than
@@ -342,7 +355,7 @@ class LastStage:
                 " a callback, which runs on all stages; or leave nothing there but tensors, arrays and numbers, in"
                 " lists or dicts, of 256 MiB at most, which such a hook is then given on all stages."
             )
-        self._before_left = before if self._before_left is None else self._before_left
+        self._note_left(before)
         self.stateful = self._is_left()
         logged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         merged = self.aggregates.settle([calls], logged)

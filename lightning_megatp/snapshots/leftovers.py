@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -45,10 +45,23 @@ class Attributes:
         """Whether anything was set, replaced, added or removed since."""
         return self._described != earlier._described
 
-    def differing(self, earlier: Attributes) -> list[str]:
-        """The names of the attributes of which this is so."""
-        now, then = self._described, earlier._described
-        return [name for name in {**then, **now} if now.get(name) != then.get(name)]
+    def differing(self, earlier: Attributes) -> list[tuple[str, ...]]:
+        """The attributes of which this is so, each by the names that lead to it through the user's own objects."""
+        return list(_differing((), self._described, earlier._described))
+
+    def differ_at(self, path: tuple[str, ...], earlier: Attributes) -> bool:
+        """Whether the attribute to which these names lead is one of them, or holds some."""
+        return self._at(path) != earlier._at(path)
+
+    def _at(self, path: tuple[str, ...]) -> Any:
+        *outer, name = path
+        attributes = self._described
+        for part in outer:
+            holder = attributes.get(part)
+            if not isinstance(holder, _Described):
+                return None
+            attributes = holder.attributes
+        return attributes.get(name)
 
     def _looked_at(self, container: Any) -> Iterator[tuple[Any, ...]]:
         """The entries of a container, of a dict with their keys."""
@@ -69,7 +82,28 @@ class Attributes:
             entries = [x for pair in self._looked_at(value) for x in pair]
             return identity, tuple(map(self._describe, entries))
         kind: Any = type(value)
-        return (identity, self._describe(getattr(value, "__dict__", None))) if _is_searched(kind) else identity
+        if not _is_searched(kind):
+            return identity
+        held = getattr(value, "__dict__", {})
+        return _Described(identity, {name: self._describe(x) for name, x in self._looked_at(held)})
+
+
+class _Described(NamedTuple):
+    """One of the user's own objects."""
+
+    identity: int
+    attributes: dict[str, Any]
+
+
+def _differing(path: tuple[str, ...], now: dict[str, Any], then: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name in {**then, **now}:
+        mine, was = now.get(name), then.get(name)
+        if mine == was:
+            continue
+        if isinstance(mine, _Described) and isinstance(was, _Described) and mine.identity == was.identity:
+            yield from _differing((*path, name), mine.attributes, was.attributes)
+        else:
+            yield (*path, name)
 
 
 @functools.cache

@@ -237,9 +237,10 @@ class BatchLoss:
         if (number := self._constant(known, [self.rows[i] for i in counted])) is not None:
             return (
                 f"the step divides a sum over its samples by {number:g} in every microbatch, which by their shapes is"
-                " no number of what it has added up. The batch's loss is the mean of the microbatches'; on one device"
-                f" it is {len(made)} times as large. Divide by what a microbatch holds (`len(x)`), or use"
-                " whole_loss=True."
+                " no number of what it has added up. The batch's loss is the mean of the microbatches'. If one device"
+                f" divides the whole batch by {number:g}, too, its loss is {len(made)} times as large: divide by what a"
+                " microbatch holds (`len(x)`), or use whole_loss=True. If it divides by what it counts in the batch, it"
+                " is the same."
             )
         if not self.adds_up and self._unequal(known, weights[counted]):
             names = ", ".join(dict.fromkeys(f"`{a.by}`" for a in known[0].of))

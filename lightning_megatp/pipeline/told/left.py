@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,22 @@ from torch import Tensor, nn
 from lightning_megatp.snapshots.leftovers import CONTAINERS, is_plain
 
 
-def packed(values: Mapping[str, Any]) -> bytes | None:
+def packed(module: nn.Module, paths: Iterable[tuple[str, ...]]) -> bytes | None:
     """Attributes, to be sent; None if they are something else than tensors, arrays and plain values, in containers, or
-    too large."""
+    too large, or not there any more.
+
+    Args:
+        paths: each the names that lead from the module to an attribute, through the user's own objects.
+    """
+    found = {path: _held(module, path) for path in paths}
+    if not all(path[-1] in held for path, held in found.items()):
+        return None
+    values = {path: held[path[-1]] for path, held in found.items()}
     if not all(map(_can_be_sent, values.values())) or sum(map(_size, values.values())) > _MOST:
         return None
     file = io.BytesIO()
     try:
-        torch.save({name: _detached(value) for name, value in values.items()}, file)
+        torch.save({path: _detached(value) for path, value in values.items()}, file)
     except (pickle.PicklingError, AttributeError, TypeError):  # an array of objects, of a class made inside a function
         return None
     return file.getvalue()
@@ -41,14 +49,31 @@ def given(module: nn.Module, sent: bytes, device: torch.device) -> Iterator[None
         return torch.serialization.default_restore_location(storage, location if location == "cpu" else str(device))
 
     values = torch.load(io.BytesIO(sent), map_location=placed, weights_only=False)
-    before = {name: vars(module)[name] for name in values if name in vars(module)}
-    vars(module).update(values)
+    holders = {path: _held(module, path) for path in values}
+    before = {path: held[path[-1]] for path, held in holders.items() if path[-1] in held}
+    for path, held in holders.items():
+        held[path[-1]] = values[path]
     try:
         yield
     finally:
-        for name in values:
-            vars(module).pop(name, None)
-        vars(module).update(before)
+        for path, held in holders.items():
+            held.pop(path[-1], None)
+            if path in before:
+                held[path[-1]] = before[path]
+
+
+def _held(module: nn.Module, path: tuple[str, ...]) -> dict[str, Any]:
+    """All attributes of what has this one."""
+    holder: Any = module
+    for name in path[:-1]:
+        holder = getattr(holder, "__dict__", {}).get(name)
+    return getattr(holder, "__dict__", {})
+
+
+def is_plain_at(module: nn.Module, path: tuple[str, ...]) -> bool:
+    """Whether a number or the like, or containers of such, are there."""
+    held = _held(module, path)
+    return path[-1] in held and is_plain(held[path[-1]])
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -45,6 +45,14 @@ class Opaque:
         self.value, self.call = value, lambda: value
 
 
+class Meters:
+    """What steps keep in it can be sent, it can't."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[float, int], list[Tensor]] = {(0.5, 1): []}
+        self.decode = lambda x: x
+
+
 class Lit(LightningModule):
     def __init__(self, keeps: str) -> None:
         super().__init__()
@@ -53,6 +61,7 @@ class Lit(LightningModule):
         self.net = nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)])
         self.net.double()  # as the Trainer will, but before there is an average
         self.average, self.keeps = Average(self.net.parameters()), keeps
+        self.meters = Meters()
         self.outputs: Any = {"logits": [], "rows": 0} if keeps == "dict" else []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -69,6 +78,8 @@ class Lit(LightningModule):
         if self.keeps == "dict":
             self.outputs["logits"].append((logits, batch[1].numpy()))
             self.outputs["rows"] += len(logits)
+        elif self.keeps == "meters":
+            self.meters.seen[0.5, 1].append(logits)
         else:
             self.outputs.append(Opaque(logits) if self.keeps == "objects" else logits)
 
@@ -78,6 +89,8 @@ class Lit(LightningModule):
             right = sum((x.argmax(-1).numpy() == y).sum() for x, y in self.outputs["logits"])
             self.log("share", float(right) / self.outputs["rows"])
             self.outputs = {"logits": [], "rows": 0}
+        elif self.keeps == "meters":  # never emptied: what is kept goes on
+            logits = torch.cat(self.meters.seen[0.5, 1])
         else:
             logits = torch.cat([getattr(x, "value", x) for x in self.outputs])
             self.outputs.clear()
@@ -86,6 +99,19 @@ class Lit(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.5)
+
+
+class Kept(Lit):
+    """Keeps what the average replaces beside what steps have kept, which it never empties."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.replaced = [p.detach().clone() for p in self.net.parameters()]
+        self.average.swap(list(self.net.parameters()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("spread", torch.cat(self.outputs).std())
+        for kept, p in zip(self.replaced, self.net.parameters(), strict=True):
+            p.data.copy_(kept)
 
 
 class Student(Lit):
@@ -129,8 +155,15 @@ def _fit(layout: Layout, kind: Callable[[str], LightningModule], keeps: str) -> 
 
 @pytest.mark.parametrize(
     ("layout", "kind", "keeps"),
-    [(PP2, Lit, "list"), (PP2, Lit, "dict"), (PP2, Student, "list"), (TP2_PP2, Lit, "list")],
-    ids=["list", "dict", "teacher", "tp2-pp2"],
+    [
+        (PP2, Lit, "list"),
+        (PP2, Lit, "dict"),
+        (PP2, Lit, "meters"),
+        (PP2, Kept, "list"),
+        (PP2, Student, "list"),
+        (TP2_PP2, Lit, "list"),
+    ],
+    ids=["list", "dict", "meters", "kept", "teacher", "tp2-pp2"],
 )
 def test_hooks_that_move_weights_are_given_what_steps_have_kept(layout: Layout, kind: Any, keeps: str) -> None:
     ((losses, logged),) = run_program(PLAIN, _fit, kind, keeps)

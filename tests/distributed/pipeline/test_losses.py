@@ -159,7 +159,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda y, t, m: F.cross_entropy(y.flatten(0, 1), _ignored(t, m)) + _entropies(y, t).mean(),
         "`cross_entropy`, `mean`",
     ),
-    "sum / constant": (lambda y, t, m: _squares(y, t).sum() / 3, "by 3 in every microbatch"),
+    "sum / constant": (lambda y, t, m: _squares(y, t).sum() / 3, "If one device divides the whole batch by 3, too"),
     "sum / batch": (lambda y, t, m: _squares(y, t).sum() / 8, "by 8 in every microbatch"),
     "a penalty": (
         lambda y, t, m: F.mse_loss(y, t, reduction="sum") + F.mse_loss(y.new_ones(1), y.new_zeros(1), reduction="sum"),
