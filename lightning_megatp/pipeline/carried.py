@@ -17,9 +17,11 @@ from torchmetrics import Metric
 from lightning_megatp.batches.split import batch_size
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.own_values import NORMS
 from lightning_megatp.pipeline.slicing.locator import Locator
+from lightning_megatp.pipeline.told.held_tensors import HeldTensors
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.snapshots.leftovers import PlainValues
+from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.snapshots.snapshot import Snapshot
 from lightning_megatp.tensor.functions import operation_name
 
@@ -104,24 +106,34 @@ def warn_of_counters(names: Sequence[str], n: int) -> None:
 
 
 class OwnNumbers:
-    """Real numbers that a step sets on modules, another one in each microbatch of a batch: a sum of losses, the last
-    one, a temperature that it multiplies.
+    """Real numbers that a step sets on modules, another one in each microbatch of a batch (a sum of losses, the last
+    one, a temperature that it multiplies), and buffers that it changes in each (a moving average, a queue).
 
     Args:
-        opened: the modules, by name.
+        opened: the modules whose Python values are looked at, by name.
+        outside: those whose buffers are.
     """
 
-    def __init__(self, opened: Mapping[str, nn.Module]) -> None:
-        self._opened = opened
-        self._before: PlainValues | None = None
+    def __init__(self, opened: Mapping[str, nn.Module], outside: Mapping[str, nn.Module]) -> None:
+        self._opened, self._outside = opened, outside
+        self._before: tuple[PlainValues, HeldTensors] | None = None
         self._names: dict[str, None] = {}
+        self._buffers: dict[str, None] = {}
 
     def note(self) -> None:
         """A step has ended."""
-        now = PlainValues(self._opened)
+        now = PlainValues(self._opened), HeldTensors(self._outside)
         if self._before is not None:
-            self._names.update(dict.fromkeys(now.reals_set(self._before)))
+            self._names.update(dict.fromkeys(now[0].reals_set(self._before[0])))
+            changed = [path for path, x in now[1].changes(self._before[1]).items() if x.value.is_floating_point()]
+            found = [f"{path[0]}.{path[1]}".lstrip(".") for path in changed if self._is_buffer(path)]
+            self._buffers.update(dict.fromkeys(found))
         self._before = now
+
+    def _is_buffer(self, path: Path) -> bool:
+        """Whether a tensor is a module's buffer, and no statistic of a norm, of which another warning speaks."""
+        module = self._outside[path[0]]
+        return len(path) == 2 and path[1] in module._buffers and not isinstance(module, NORMS)
 
     def warn(self) -> None:
         """After the batch."""
@@ -130,6 +142,13 @@ class OwnNumbers:
                 f"the step sets `{name}` to another number in each microbatch. With pp > 1 it runs once for each: what"
                 " it adds up or multiplies counts microbatches, and what it keeps of a loss is the last one's. Do that"
                 " in `on_train_batch_end`, whose `outputs` are the batch's, or log the number."
+            )
+        for name in list(self._buffers)[:1]:
+            warn_once_per_run(
+                f"the step changes the buffer `{name}` in each microbatch. With pp > 1 it runs once for each: a moving"
+                " average moves several times a batch, and a loss that goes by it is that of one device which takes the"
+                " microbatches one by one. `MegaTPStrategy(whole_loss=True)` does once for a batch what comes after the"
+                " last block."
             )
 
 

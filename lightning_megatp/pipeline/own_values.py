@@ -20,10 +20,11 @@ from lightning_megatp.origins import is_torchs
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.shim.compiler import is_compiled
 
-_NORMS: tuple[type[nn.Module], ...] = (
+NORMS: tuple[type[nn.Module], ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
+"""Of torch, which change running statistics in their forward."""
 
 
 class OwnValues:
@@ -98,6 +99,6 @@ class OwnValues:
 def _modules(units: Sequence[nn.Module]) -> Iterator[nn.Module]:
     plain = (unit for unit in units if not any(map(is_compiled, unit.modules())))
     for module in itertools.chain.from_iterable(unit.modules() for unit in plain):
-        norm = isinstance(module, _NORMS) and is_torchs(type(module).forward)
+        norm = isinstance(module, NORMS) and is_torchs(type(module).forward)
         if not norm and not isinstance(module, Metric):
             yield module

@@ -480,9 +480,9 @@ class Pipeline:
             values.restore()
 
     def own_numbers(self) -> OwnNumbers | None:
-        """What notes the numbers that steps set, on the last stage in the first batch."""
+        """What notes the numbers that steps set, and buffers, on the last stage in the first batch."""
         looks, self._looks_for_numbers = self._looks_for_numbers, False
-        return OwnNumbers(self.last_stage.opened) if looks and self.is_last else None
+        return OwnNumbers(self.last_stage.opened, self.last_stage.outside) if looks and self.is_last else None
 
     def _carried_state(self) -> CarriedState | None:
         """What looks for it in the first batch. Compiled code would be compiled twice, with it and without."""

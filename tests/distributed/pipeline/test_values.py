@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
@@ -142,6 +143,45 @@ def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_ha
         name = {"dict": "numbers", "calls": "calls"}.get(how, "number")
         wanted = "counts its calls in `calls`" if how == "calls" else f"sets `{name}` to another number in each micro"
         assert len(told) == 1 and wanted in told[0]
+
+
+class Centred(GPT):
+    """Its loss goes by a moving average of what comes out, as a teacher's centre, or by a table that it makes once."""
+
+    def __init__(self, average: bool) -> None:
+        super().__init__()
+        self.average = average
+        self.register_buffer("centre", torch.zeros(32), persistent=False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        y = self(batch[0])
+        loss = F.cross_entropy((y - self.centre).flatten(0, 1), batch[1].flatten())
+        if self.average:
+            self.centre = 0.9 * self.centre + 0.1 * y.detach().mean((0, 1))
+        elif not self.centre.any():
+            self.centre = torch.arange(32.0)
+        return loss
+
+
+def _centring(layout: Layout, average: bool, whole_loss: bool) -> tuple[list[str], list[float]]:
+    losses = Losses()
+    torch.manual_seed(3)
+    module = Centred(average)
+    options = {} if layout.plain else {"strategy": {"whole_loss": whole_loss}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, callbacks=[losses], **options).fit(module, DataLoader(tokens(12), batch_size=4))
+    return [str(x.message) for x in said if "changes the buffer" in str(x.message)], losses.seen
+
+
+@pytest.mark.parametrize("whole_loss", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_buffers_that_move_in_each_microbatch_are_warned_of(average: bool, whole_loss: bool) -> None:
+    [(_, expected)] = run_program(PLAIN, _centring, average, False)
+    found = run_program(Layout(pp=2, microbatches=2), _centring, average, whole_loss)
+    said = found[0][0]
+    assert len(said) == int(average and not whole_loss) and all("`centre`" in text for text in said)
+    assert all((losses == pytest.approx(expected, rel=1e-9)) is not bool(said) for _, losses in found)
 
 
 class Memory(nn.Module):
