@@ -64,13 +64,13 @@ def gradient_hooks(leaf: Tensor, but: type) -> bool:
     Args:
         but: hooks of this class do not count.
     """
-    held = (leaf_hooks(leaf), accumulation_hooks(leaf))
+    held = (tensor_hooks(leaf), accumulation_hooks(leaf))
     return any(not isinstance(hook, but) for hooks in held for hook in hooks.values())
 
 
-def leaf_hooks(leaf: Tensor) -> dict[int, Any]:
-    """A leaf's hooks of `register_hook`, which may be replaced there; no public name (2.11-2.13)."""
-    return leaf._backward_hooks or {}
+def tensor_hooks(x: Tensor) -> dict[int, Any]:
+    """A tensor's hooks of `register_hook`, which of a leaf may be replaced there; no public name (2.11-2.13)."""
+    return x._backward_hooks or {}
 
 
 def hooks_held(leaf: Tensor) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megatp.parts.rows import DividedParameter
+from lightning_megatp.shim.autograd import tensor_hooks
 from lightning_megatp.shim.fsdp import (
     accumulated_gradients,
     end_backward,
@@ -144,7 +145,7 @@ class Holder(Group):
         self.called = self.called or torch.is_grad_enabled()
         try:
             outputs, wraps = _bare(function(*args, **kwargs))
-            return tree_map(_no_view, outputs), wraps
+            return tree_map(_hookable, outputs), wraps
         finally:
             self._inside = False
 
@@ -162,7 +163,7 @@ class Root(Group):
         self.module = module
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        return tree_map(_no_view, function())
+        return tree_map(_hookable, function())
 
     def end_backward(self) -> None:
         """Wait for what is reduced."""
@@ -243,8 +244,7 @@ def _dressed(tree: Any, wraps: Wraps) -> Any:
 
 
 class _Identity(torch.autograd.Function):
-    """A tensor of the same memory and version that is no view: FSDP2 hooks a unit's outputs, and an operation in place
-    on a view would lose the hook."""
+    """A tensor of the same memory and version that is no view, and has no hooks yet."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -255,5 +255,9 @@ class _Identity(torch.autograd.Function):
         return grad
 
 
-def _no_view(x: Any) -> Any:
-    return _Identity.apply(x) if isinstance(x, Tensor) and x.requires_grad and is_view(x) else x
+def _hookable(x: Any) -> Any:
+    """FSDP2 hooks a unit's outputs, to gather for backward: an operation in place on a view would lose the hook, and
+    hooks of the user's (implicit gradients of a fixed point) would run before it, the parameters not there."""
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    return _Identity.apply(x) if is_view(x) or tensor_hooks(x) else x

@@ -72,6 +72,34 @@ class ChangesAList(Plain):
         return self.head(batch).square().mean() + sum(losses)
 
 
+class Implicit(Unit):
+    """A fixed point, whose gradient is another fixed point (deep equilibrium models)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):
+                z = torch.tanh(0.3 * self.a(z) + self.b(x))
+        z = torch.tanh(0.3 * self.a(z) + self.b(x))
+        start = z.detach().requires_grad_()
+        again = torch.tanh(0.3 * self.a(start) + self.b(x))
+
+        def solve(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(20):
+                found = torch.autograd.grad(again, start, found, retain_graph=True)[0] + gradient
+            return found
+
+        z.register_hook(solve)
+        return z
+
+
+class SolvesInAHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Implicit() for _ in range(3))
+
+
 class Branching(Unit):
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -493,7 +521,7 @@ HABITS: list[type[Plain]] = [
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
     FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
-    PenalisesAndAccumulates, WeighsByGradients, DampsStates,
+    PenalisesAndAccumulates, WeighsByGradients, DampsStates, SolvesInAHook,
 ]  # fmt: skip
 
 
