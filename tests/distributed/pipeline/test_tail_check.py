@@ -247,6 +247,83 @@ def test_others_are_not_and_nothing_is_left() -> None:
                 assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
 
 
+CONSTANT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a table of as many rows": lambda lit, y, t: ((y - t) @ lit.table.T).square().mean(),
+    "weights of terms": lambda lit, y, t: ((y - t)[:, :4].square() * lit.mix.softmax(0)).sum(1).mean(),
+    "products of weights": lambda lit, y, t: ((y - t)[:, :2] @ (lit.table @ lit.table.T)).square().mean(),
+    "a density": lambda lit, y, t: ((y - t).square().sum(1) - lit.scales.log().sum()).mean(),
+}
+"""What is made of weights and buffers, which have as many rows as a microbatch or a multiple of that."""
+
+
+class Constant(Lit):
+    def __init__(self, name: str) -> None:
+        super().__init__(F.mse_loss)
+        self.name, self.mix = name, nn.Parameter(torch.arange(4.0))
+        self.register_buffer("table", torch.arange(12.0).view(2, 6) / 12)
+        self.register_buffer("scales", torch.arange(1.0, 7))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return CONSTANT[self.name](self, self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+
+def _constant(layout: Layout) -> dict[str, Any]:
+    found = {}
+    for name in CONSTANT:
+        seen = Losses()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(layout, strategy={"plan": None}, callbacks=[seen]).fit(Constant(name), _data())
+        found[name] = seen.seen, [str(w.message) for w in caught if "MegaTPStrategy" in str(w.message)]
+    return found
+
+
+def test_weights_and_buffers_are_no_samples() -> None:
+    (expected,) = run_program(PLAIN, _constant)
+    for found in run_program(PP2, _constant):
+        for name, (losses, texts) in found.items():
+            assert not texts, (name, texts)
+            assert losses == pytest.approx(expected[name][0], rel=1e-9)
+
+
+class Stacked(nn.Module):
+    """Attention whose weights are stacks of heads, in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = (nn.Parameter(0.3 * torch.randn(shape)) for shape in ((3, 4, 8, 2), (4, 2, 8)))
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = torch.einsum("btd,shde->sbhte", x, self.read)
+        x = x + torch.einsum("bhte,hed->btd", (q @ k.mT).sigmoid() @ v, self.write)
+        return x + self.down(self.up(x).relu())
+
+
+class OfStacks(Lit):
+    def __init__(self) -> None:
+        super().__init__(F.mse_loss)
+        self.net = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), Stacked(), Stacked(), nn.Linear(8, 2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]).flatten(1), batch[1])
+
+
+def _of_stacks(layout: Layout) -> list[float]:
+    seen = Losses()
+    make_trainer(layout, strategy={"plan": "auto"}, callbacks=[seen]).fit(OfStacks(), _data())
+    return seen.seen
+
+
+def test_to_look_at_split_weights_is_no_use_of_them() -> None:
+    (expected,) = run_program(PLAIN, _of_stacks)
+    for losses in run_program(TP2_PP2, _of_stacks):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 class Pairs(LightningModule):
     """Two networks, and samples of all copies of the model told apart."""
 
