@@ -147,8 +147,8 @@ class Averages(TorchFunctionMode):
                     return parts
             result = self._noted(func, args, kwargs)
             self._samples.forget(result)
-            if self._compares and not self._unit:
-                if self._pairs.compares(name, args, kwargs, result):
+            if self._compares:
+                if not self._unit and self._pairs.compares(name, args, kwargs, result):
                     self.compared = self.compared or name
                 self._samples.note_constant(_operands(args, kwargs), result)
             return result
