@@ -84,19 +84,34 @@ def _computes_linear(module: nn.Module) -> bool:
     names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
     if any(_is_own(module, name) for name in names):
         return False
-    twin = copy.copy(module)
-    weight, x = torch.linspace(-1, 1, 15).view(5, 3), torch.linspace(-2, 3, 24).view(2, 4, 3)
-    bias = None if module.bias is None else torch.arange(5.0)
-    twin.__dict__ |= {
-        "_parameters": {"weight": nn.Parameter(weight), "bias": bias},
-        "in_features": 3,
-        "out_features": 5,
-    }
-    with contextlib.suppress(Exception), torch.no_grad():
-        wanted = torch.nn.functional.linear(x, weight, bias)
-        results = [(twin.train(mode)(y), z) for mode in (True, False) for y, z in ((x, wanted), (x[0], wanted[0]))]
-        return all(torch.allclose(found, z, atol=1e-6) for found, z in results)
+    with contextlib.suppress(Exception), torch.enable_grad():
+        return all(_is_as_linear(module, mode, many) for mode in (True, False) for many in (True, False))
     return False
+
+
+def _is_as_linear(module: nn.Linear, training: bool, many: bool) -> bool:
+    """Whether a layer makes of a few numbers, and gives them as gradients, what nn.Linear does. They lie on no grid,
+    and some are small and some large: of others what rounds to so many levels, or limits, may make the same.
+
+    Args:
+        many: samples of several tokens, and not of one.
+    """
+    rows, tokens = torch.logspace(-3, 3, 5)[:, None], torch.logspace(-2, 2, 4)[:, None]
+    weight = nn.Parameter(torch.arange(15.0).mul(1.7).sin().view(5, 3) * rows)
+    bias = None if module.bias is None else nn.Parameter(torch.arange(5.0).cos() * rows[:, 0])
+    x = torch.arange(24.0).mul(2.3).cos().view(2, 4, 3) * tokens
+    x = (x if many else x[0]).requires_grad_()
+    twin = copy.copy(module).train(training)
+    twin.__dict__ |= {"_parameters": {"weight": weight, "bias": bias}, "in_features": 3, "out_features": 5}
+    sizes = {x: tokens, weight: rows} | ({} if bias is None else {bias: rows[:, 0]})
+
+    def ends(y: Tensor) -> list[Tensor]:
+        y = y / (tokens * rows[:, 0])
+        gradients = torch.autograd.grad((y * torch.arange(1.0, y.numel() + 1).sin().view_as(y)).sum(), list(sizes))
+        return [y, *(gradient * size for gradient, size in zip(gradients, sizes.values(), strict=True))]
+
+    pairs = zip(ends(twin(x)), ends(torch.nn.functional.linear(x, weight, bias)), strict=True)
+    return all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in pairs)
 
 
 def _is_own(module: nn.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.auto_plan.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
 from lightning_megatp.detour import entries_replaced
-from lightning_megatp.shim.autograd import functorch_is_active
+from lightning_megatp.shim.autograd import transforms_are_active
 from lightning_megatp.shim.fakes import CopiesFakes, GroupedProductsOnMeta, failures_of_fakes_unlogged, fake_tensor_mode
 from lightning_megatp.shim.torch import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -93,8 +93,8 @@ class _Capture:
 
     def _result(self, kind: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a block's forward; for one that is called like another of its kind, what that returned. A
-        transform of torch.func runs it as it is: what it is given lives no longer than that."""
-        if functorch_is_active():
+        transform runs it as it is: what it is given lives no longer than that."""
+        if transforms_are_active():
             return forward(*args, **kwargs)
         given = _Given.of(args, kwargs)
         if id(kind) not in self._known:

@@ -30,7 +30,7 @@ from lightning_megatp.plan.parallel_plan import ParallelPlan, plain_name
 from lightning_megatp.plan.specs import parameter_specs
 from lightning_megatp.plan.styles import Style
 from lightning_megatp.plan.units import is_in_list
-from lightning_megatp.shim.autograd import functorch_is_active, unbind_functions
+from lightning_megatp.shim.autograd import transforms_are_active, unbind_functions
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.transformers import is_conv1d
 
@@ -82,12 +82,12 @@ def look(
     return kinds, []
 
 
-_TRANSFORMED = "torch.func runs it, which can't follow what ranks send each other"
+_TRANSFORMED = "torch.func or forward_ad runs it, which can't follow what ranks send each other"
 
 
 @contextlib.contextmanager
 def called_in_transforms(model: nn.Module) -> Iterator[set[str]]:
-    """Note which modules torch.func's transforms (jvp, grad, vmap) run.
+    """Note which modules torch.func's transforms (jvp, grad, vmap), or forward-mode differentiation, run.
 
     Returns:
         Their names, filled meanwhile.
@@ -96,7 +96,7 @@ def called_in_transforms(model: nn.Module) -> Iterator[set[str]]:
     found: set[str] = set()
 
     def note(module: nn.Module, args: Any) -> None:
-        if functorch_is_active() and id(module) in names:
+        if transforms_are_active() and id(module) in names:
             found.add(names[id(module)])
 
     handle = register_module_forward_pre_hook(note)

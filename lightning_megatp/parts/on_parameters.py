@@ -14,7 +14,7 @@ from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.values import WholeValues
 from lightning_megatp.parts.weights import WeightWatch
-from lightning_megatp.shim.autograd import accumulation_hooks, leaf_hooks
+from lightning_megatp.shim.autograd import accumulation_hooks, tensor_hooks
 from lightning_megatp.tensor.functions import OwnHook
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> No
     have parts of it.
     """
     for leaf in leaves:
-        for hooks, kind in ((leaf_hooks(leaf), _OnGradient), (accumulation_hooks(leaf), _AfterAccumulation)):
+        for hooks, kind in ((tensor_hooks(leaf), _OnGradient), (accumulation_hooks(leaf), _AfterAccumulation)):
             for key, hook in hooks.items():
                 if not isinstance(hook, (kind, OwnHook)):
                     hooks[key] = kind(account, leaf, hook)
@@ -38,7 +38,7 @@ def warn_of_microbatches(module: nn.Module) -> None:
     """Before the first backward of microbatches, whose gradients hooks are given one by one."""
 
     def is_hooked(parameter: nn.Parameter) -> bool:
-        return any(not isinstance(hook, OwnHook) for hook in leaf_hooks(parameter).values())
+        return any(not isinstance(hook, OwnHook) for hook in tensor_hooks(parameter).values())
 
     if hooked := [name for name, parameter in module.named_parameters() if is_hooked(parameter)]:
         others = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""

@@ -139,6 +139,11 @@ class BatchRun:
         weight = getattr(self.parallel.module, "loss_weight", None)
         return Results(batches, self.device, weight, self.reduces_each, self.loss_units, self.warns)
 
+    @functools.cached_property
+    def _buffers(self) -> frozenset[int]:
+        """Their identities, where it is looked for what samples have to do with each other."""
+        return frozenset() if self.warns is None else frozenset(map(id, self.parallel.module.buffers()))
+
     def relays(self, boundary: int, microbatch: int) -> Sequence[Relay]:
         return self.plans[microbatch].relays[boundary]
 
@@ -157,7 +162,7 @@ class BatchRun:
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
         if compares and not last and self.whole is None and self.remote is None and self.is_training:
-            counting = Averages((), self._closed, rows, compares)
+            counting = Averages((), self._closed, rows, compares, self._buffers)
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(self._seed_of_units(seed, stage), generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
@@ -200,7 +205,7 @@ class BatchRun:
     def _counting(self, microbatch: int, rows: int, compares: bool) -> Averages:
         """What sees what a step averages. It goes on through all parts of a step."""
         if self.part is None or microbatch not in self.part.averages:
-            counting = Averages(self.results.with_losses, self._closed, rows, compares)
+            counting = Averages(self.results.with_losses, self._closed, rows, compares, self._buffers)
         else:
             counting = self.part.averages[microbatch]
             counting.of_targets = []

@@ -20,10 +20,8 @@ from lightning_megatp.origins import is_torchs
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.shim.compiler import is_compiled
 
-NORMS: tuple[type[nn.Module], ...] = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS: tuple[type[nn.Module], ...] = (*_OF_BATCHES, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Of torch, which change running statistics in their forward."""
 
 
@@ -44,6 +42,9 @@ class OwnValues:
         modules = {stage: list(dict.fromkeys(_modules(own))) for stage, own in units.items()}
         self._modules: Mapping[int, Sequence[nn.Module]] = modules
         self._changing: dict[int, list[Place]] = {stage: [] for stage in units}
+        self._norms = [
+            x for own in units.values() for unit in own for x in unit.modules() if isinstance(x, _OF_BATCHES)
+        ]
         self._replaced: dict[Place, Tensor] = {}
         """What was there before the batch."""
         self._batches, self._looks = 0, False
@@ -70,6 +71,25 @@ class OwnValues:
             if place.value is x and place not in self._changing[stage] and not is_same(x, copies[id(x)]):
                 self._changing[stage].append(place)
 
+    def reasons(self, module: nn.Module) -> Iterator[str]:
+        """Why a batch is not that of one device, as far as batches that were looked at have shown.
+
+        Args:
+            module: whose names the units have.
+        """
+        names = {id(x): name for name, x in module.named_modules()}
+        norms = [f"`{names[id(x)]}`" for x in self._norms if x.training and id(x) in names]
+        if norms:
+            yield f"{_named(norms)} normalises over the samples of a microbatch, not of the batch. {_ONE_BY_ONE}"
+        places = [(x, x.value) for x in itertools.chain(*self._changing.values()) if id(x.module) in names]
+        floating = [x for x, value in places if value is not None and value.is_floating_point()]  # others may count
+        changed = [f"`{names[id(x.module)]}.{x.leaf}`" for x in floating]
+        if changed:
+            yield (
+                f"a block changes {_named(changed)} in its forward: once in each microbatch, where one device does it"
+                f" once for the batch, and the next microbatch finds what that left. {_ONE_BY_ONE}"
+            )
+
     def _renew(self, places: Sequence[Place]) -> None:
         copies: dict[int, Tensor] = {}
         """id -> copy, of which several places may have one."""
@@ -94,6 +114,16 @@ class OwnValues:
                 old.data = now.detach()
             place.put(old)
         self._replaced.clear()
+
+
+_ONE_BY_ONE = (
+    "The loss and the weights are those of one device that takes the microbatches one by one"
+    " (`accumulate_grad_batches`); with microbatches=1 they are the batch's."
+)
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
 def _modules(units: Sequence[nn.Module]) -> Iterator[nn.Module]:

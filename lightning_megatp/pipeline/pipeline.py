@@ -263,6 +263,9 @@ class Pipeline:
             self.sharding.shown.park()
         if run.check is not None:
             self.findings.compare(run.check, run.step, run.seed, loss, run.results)
+        if run.warns is not None and run.own_values is not None:
+            for text in run.own_values.reasons(self.parallel.module):
+                self.findings.add(text)
         if run.warns is not None or run.check is not None:
             self.findings.say()
         return loss

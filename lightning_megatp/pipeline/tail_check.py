@@ -127,10 +127,12 @@ class TailCheck:
             return reasons
         differs = _differ(whole, loss, losses)
         if not reasons:
-            return [Finding(("loss",), _LOSS.format(_text(whole), _text(loss), len(self.kept)))] if differs else []
-        numbers = f"This batch's is {_text(loss)}, and on one device {_text(whole)}."
+            return [Finding(("loss",), _LOSS.format(*_texts(whole, loss), len(self.kept)))] if differs else []
+        numbers = "This batch's is {}, and on one device {}.".format(*_texts(loss, whole))
+        above = "" if whole.dtype == torch.float64 or float(whole) == float(loss) else f" above {_ROUNDING:.1%}"
+        end = numbers if differs else f"For this batch it makes no difference{above}."
         (known, text), *others = reasons
-        return [Finding(known, f"{text} {numbers if differs else 'For this batch it makes no difference.'}"), *others]
+        return [Finding(known, f"{text} {end}"), *others]
 
     def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Sequence[Finding]:
         """What is to be said of what is logged for the batch.
@@ -146,7 +148,7 @@ class TailCheck:
         found = [(x, other) for x, other in pairs if _differ(x.value, other.value, dtype=x.entry.dtype)]
         if not found:
             return []
-        texts = [f"`{x.entry.name}` {_text(x.value)} and {_text(other.value)}" for x, other in found]
+        texts = [f"`{x.entry.name}` {' and '.join(_texts(x.value, other.value))}" for x, other in found]
         more = [f"and {len(texts) - _MOST_NAMES} more"] if len(texts) > _MOST_NAMES else []
         named = ", ".join(texts[:_MOST_NAMES] + more)
         return [Finding(tuple(f"log {x.entry.name}" for x, _ in found), _LOGGED.format(len(self.kept), named))]
@@ -189,12 +191,14 @@ def _differ(one: Tensor, other: Tensor, parts: Sequence[Tensor] = (), dtype: tor
     eps = torch.finfo(dtype or (one.dtype if one.is_floating_point() else torch.float32)).eps
     a, b = float(one), float(other)
     scale = max([abs(a), abs(b), *(abs(float(x)) for x in parts)])
-    rounding = max(_ROUNDING * scale, 8 * eps * max(scale, 1.0))
+    rounding = max(min(_ROUNDING, _OF_LONG_SUMS * eps) * scale, 8 * eps * max(scale, 1.0))
     return not (abs(a - b) <= rounding or a == b or (a != a and b != b))
 
 
-def _text(x: Tensor) -> str:
-    return f"{float(x):.4g}"
+def _texts(*numbers: Tensor) -> list[str]:
+    """With as many digits as tell them apart."""
+    ways = [[f"{float(x):.{digits}g}" for x in numbers] for digits in (4, 6, 8, 10)]
+    return next((texts for texts in ways if len(set(texts)) == len(texts)), ways[0])
 
 
 _LOSS = (
@@ -210,5 +214,7 @@ _LOGGED = (
 _MOST_NAMES = 4
 _ROUNDING = 1e-3
 """Relative; what numbers of 32 bits and less lose in a long sum."""
+_OF_LONG_SUMS = 2.0**32
+"""Times the last digit: what those of 64 bits lose, 1e-6, where some of 32 bits are among what they are made of."""
 _MOST_BYTES = 2**28
 """What the units made of all microbatches: tables of classes by tokens are larger, and their losses are averages."""

@@ -64,13 +64,13 @@ def gradient_hooks(leaf: Tensor, but: type) -> bool:
     Args:
         but: hooks of this class do not count.
     """
-    held = (leaf_hooks(leaf), accumulation_hooks(leaf))
+    held = (tensor_hooks(leaf), accumulation_hooks(leaf))
     return any(not isinstance(hook, but) for hooks in held for hook in hooks.values())
 
 
-def leaf_hooks(leaf: Tensor) -> dict[int, Any]:
-    """A leaf's hooks of `register_hook`, which may be replaced there; no public name (2.11-2.13)."""
-    return leaf._backward_hooks or {}
+def tensor_hooks(x: Tensor) -> dict[int, Any]:
+    """A tensor's hooks of `register_hook`, which of a leaf may be replaced there; no public name (2.11-2.13)."""
+    return x._backward_hooks or {}
 
 
 def hooks_held(leaf: Tensor) -> Any:
@@ -107,10 +107,11 @@ class DirectFunction(torch.autograd.Function):
         Raises:
             RuntimeError: a transform is active.
         """
-        if torch._C._are_functorch_transforms_active():
+        if transforms_are_active():
             raise RuntimeError(
                 "MegaTPStrategy: a layer that the plan splits, or a tensor of which each tensor rank holds a part, is"
-                " used under torch.func (vmap, grad, jvp, ...), which can't follow what the ranks send each other."
+                " used under torch.func (vmap, grad, jvp, ...) or torch.autograd.forward_ad, which can't follow what"
+                " the ranks send each other."
                 " Leave the layers that it runs out of the plan."
             )
         return super().apply(*args) if _functions.by_all else _function_apply(None, cls)(*args)
@@ -369,6 +370,11 @@ def untransformed(x: Tensor) -> Tensor:
 def forward_mode_is_active() -> bool:
     """Whether this is inside `torch.autograd.forward_ad.dual_level`; no public name (2.11-2.13)."""
     return forward_ad._current_level >= 0
+
+
+def transforms_are_active() -> bool:
+    """Whether this is inside torch.func's transforms, or of forward-mode differentiation by hand."""
+    return functorch_is_active() or forward_mode_is_active()
 
 
 def checkpoint_region() -> object | None:

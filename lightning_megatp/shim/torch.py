@@ -75,8 +75,11 @@ def is_view(x: Tensor) -> bool:
 
 
 def viewed(x: Tensor) -> Tensor | None:
-    """That other tensor (`Tensor._base`, 2.11-2.14)."""
-    return x._base
+    """That other tensor (`Tensor._base`, 2.11-2.14). To ask is no use of it, which split ones refuse."""
+    if type(x) is torch.Tensor:
+        return x._base
+    with DisableTorchFunctionSubclass():
+        return x._base
 
 
 def tensor_version(x: Tensor) -> int:

@@ -24,9 +24,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from lightning_megatp.shim.autograd import (
     accumulates_into,
     accumulation_hooks,
-    forward_mode_is_active,
-    functorch_is_active,
     gradient_hooks,
+    transforms_are_active,
 )
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.shim.torch import tensor_version
@@ -94,7 +93,7 @@ class DeferredWeights:
             result: Tensor = handle_torch_function(self.linear, (x,), x, weight, bias)
             return result
         wanted = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and not weight.is_complex()
-        if not wanted or functorch_is_active() or forward_mode_is_active():
+        if not wanted or transforms_are_active():
             return F.linear(x, weight, bias)
         output: Tensor = _Linear.apply(cast(x), weight, bias, self)
         return output

@@ -35,6 +35,7 @@ from lightning_megatp.shim.autograd import (
     checkpoint_region,
     functorch_is_active,
     gradient_hooks,
+    transforms_are_active,
     wants_gradient,
 )
 from lightning_megatp.shim.torch import storage_id, tensor_version
@@ -107,7 +108,7 @@ class Entry:
         dtype = autocast_dtype(x)
         if dtype is not None and dtype != x.dtype and self._value is None:
             return self._in(dtype).linear(weight, bias)
-        left = functorch_is_active() or weight.is_complex()
+        left = transforms_are_active() or weight.is_complex()
         if left or not torch.is_grad_enabled() or not (wanted or x.requires_grad):
             return F.linear(self.value, weight, bias)
         if self._value is None and (y := self._bring_in(weight, bias)) is not None:
@@ -133,7 +134,7 @@ class Entry:
         """Let the value enter, and make the output of the layer that asks for it; None if that takes a `_Column`, since
         its parameters have hooks."""
         x, transfer = self._plain, self._transfer
-        if functorch_is_active() or not (torch.is_grad_enabled() and x.requires_grad):
+        if transforms_are_active() or not (torch.is_grad_enabled() and x.requires_grad):
             self._value = _enter(x, transfer.group, transfer.tokens)
             return None
         first = None

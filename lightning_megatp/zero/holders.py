@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_megatp.parts.rows import DividedParameter
+from lightning_megatp.shim.autograd import forward_mode_is_active, tensor_hooks
 from lightning_megatp.shim.fsdp import (
     accumulated_gradients,
     end_backward,
@@ -131,7 +132,11 @@ class Holder(Group):
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bare, wraps = _bare((args, kwargs))
-        if _in_containers((args, kwargs)):  # which FSDP2 would take apart, and what the unit does to them would be lost
+        tangents = forward_mode_is_active()  # with graphs of their own, of which FSDP2's hooks don't know
+        if tangents and isinstance(self, FSDPModule):
+            self.set_reshard_after_forward(False, recurse=False)
+        # Containers FSDP2 would take apart, and what the unit does to them would be lost.
+        if tangents or _in_containers((args, kwargs)):
             result = self(function, _Boxed(args, kwargs), None)
         else:
             result = self(function, bare, wraps)
@@ -144,7 +149,7 @@ class Holder(Group):
         self.called = self.called or torch.is_grad_enabled()
         try:
             outputs, wraps = _bare(function(*args, **kwargs))
-            return tree_map(_no_view, outputs), wraps
+            return tree_map(_hookable, outputs), wraps
         finally:
             self._inside = False
 
@@ -162,7 +167,7 @@ class Root(Group):
         self.module = module
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        return tree_map(_no_view, function())
+        return tree_map(_hookable, function())
 
     def end_backward(self) -> None:
         """Wait for what is reduced."""
@@ -213,8 +218,8 @@ def _bare(tree: Any) -> tuple[Any, Wraps]:
 
 
 class _Boxed:
-    """Arguments that FSDP2 does not look into, as it does into dataclasses. It then reduces the unit's gradients at the
-    end of backward."""
+    """Arguments that FSDP2 does not look into, as it does into dataclasses, nor gives to functions of its own. It then
+    reduces the unit's gradients at the end of backward."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -243,8 +248,7 @@ def _dressed(tree: Any, wraps: Wraps) -> Any:
 
 
 class _Identity(torch.autograd.Function):
-    """A tensor of the same memory and version that is no view: FSDP2 hooks a unit's outputs, and an operation in place
-    on a view would lose the hook."""
+    """A tensor of the same memory and version that is no view, and has no hooks yet."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -255,5 +259,9 @@ class _Identity(torch.autograd.Function):
         return grad
 
 
-def _no_view(x: Any) -> Any:
-    return _Identity.apply(x) if isinstance(x, Tensor) and x.requires_grad and is_view(x) else x
+def _hookable(x: Any) -> Any:
+    """FSDP2 hooks a unit's outputs, to gather for backward: an operation in place on a view would lose the hook, and
+    hooks of the user's (implicit gradients of a fixed point) would run before it, the parameters not there."""
+    if not isinstance(x, Tensor) or not x.requires_grad or forward_mode_is_active():
+        return x
+    return _Identity.apply(x) if is_view(x) or tensor_hooks(x) else x

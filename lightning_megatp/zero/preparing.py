@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.parts.rows import DividedParameter, rows_of
-from lightning_megatp.shim.autograd import accumulation_hooks, hooks_held, leaf_hooks
+from lightning_megatp.shim.autograd import accumulation_hooks, hooks_held, tensor_hooks
 from lightning_megatp.zero.holders import Group
 
 
@@ -73,7 +73,7 @@ def hooks_of(module: nn.Module) -> dict[str, Any]:
                 f"MegaTPStrategy: `{name}` has a hook of `register_post_accumulate_grad_hook`, and zero > 0 replaces"
                 " the parameter: it would never be called. Do it in `on_before_optimizer_step`, or use zero=0."
             )
-        for hook in leaf_hooks(parameter).values():
+        for hook in tensor_hooks(parameter).values():
             if any(id(x) in known for x in _bound_to(hook)):
                 raise ValueError(
                     f"MegaTPStrategy: a gradient hook of `{name}` keeps a parameter, and zero > 0 replaces it: it would"

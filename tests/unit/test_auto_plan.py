@@ -617,6 +617,21 @@ def test_a_linear_subclass_counts_if_it_computes_the_same() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(input, self.weight, self.bias) if self.training else self.to(input.dtype)
 
+    class Rounded(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            step = self.weight.detach().abs().amax() / 7
+            rounded = (self.weight / step).round() * step
+            return F.linear(input, self.weight + (rounded - self.weight).detach(), self.bias)
+
+    class Limited(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.linear(input, self.weight.clamp(-2, 2), self.bias)
+
+    class Reversed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.linear(input.detach() * 2 - input, self.weight, self.bias)  # turns gradients around
+
+    assert not any(is_linear(kind(7, 3)) for kind in (Rounded, Limited, Reversed))
     assert is_linear(nn.Linear(3, 2)) and is_linear(Same(7, 3)) and is_linear(Same(7, 3, bias=False))
     assert is_linear(Cast(7, 3)) and is_linear(Cast(7, 3, bias=False))
     assert not is_linear(Scaled(7, 3)) and not is_linear(Quantized(7, 3))

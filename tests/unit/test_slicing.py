@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.quasirandom import SobolEngine
 
 from lightning_megatp.pipeline.assignment import assign
@@ -661,6 +662,12 @@ def functional_block(model: GPT, x: Tensor) -> Tensor:
     return x + torch.func.jvp(model.blocks[1], (ones,), (ones,))[1]
 
 
+def forward_block(model: GPT, x: Tensor) -> Tensor:
+    ones = torch.ones(2, 6, HIDDEN)
+    with forward_ad.dual_level():
+        return x + forward_ad.unpack_dual(model.blocks[1](forward_ad.make_dual(ones, ones))).tangent
+
+
 def functional_noise(model: GPT, x: Tensor) -> Tensor:
     return x + torch.func.vmap(lambda row: row + torch.rand(HIDDEN), randomness="different")(torch.ones(6, 1))
 
@@ -725,6 +732,7 @@ def over_stages_reentrant(model: GPT, x: Tensor) -> Tensor:
         (functional_weight, ["torch.func", "learns"]),
         (functional_unit, ["torch.func", "not every stage has"]),
         (functional_block, ["torch.func", "`blocks.1", "a module that one stage has"]),
+        (forward_block, ["forward-mode", "`blocks.1", "a module that one stage has", "ModuleList"]),
         (functional_noise, ["torch.func", "`rand`", "random"]),
         (functional_change, ["torch.func", "`add_`", "in place"]),
         (set_data, ["`data`", "sets an attribute"]),

@@ -60,6 +60,7 @@ class Averages(TorchFunctionMode):
         closed: whether not to look inside of a unit, of those: the compiler takes a mode into its graphs.
         rows: the microbatch's samples, to know them where a step takes them one by one; 0 for unknown.
         compares: whether to notice where samples are compared with each other, or all of them make a statistic.
+        constants: the identities of tensors that are the same for all samples, where it compares.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Averages(TorchFunctionMode):
         closed: Callable[[str], bool] = lambda unit: False,
         rows: int = 0,
         compares: bool = False,
+        constants: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.compared = ""
         """By what operation samples are compared with each other."""
-        self._samples, self._compares = Samples(rows), compares and rows > 1
+        self._samples, self._compares = Samples(rows, constants), compares and rows > 1
         self._pairs = Pairs(self._samples)
         self._of_sample = False
         """Whether the operation that runs is about one sample."""
@@ -145,8 +147,10 @@ class Averages(TorchFunctionMode):
                     return parts
             result = self._noted(func, args, kwargs)
             self._samples.forget(result)
-            if self._compares and not self._unit and self._pairs.compares(name, args, kwargs, result):
-                self.compared = self.compared or name
+            if self._compares:
+                if not self._unit and self._pairs.compares(name, args, kwargs, result):
+                    self.compared = self.compared or name
+                self._samples.note_constant(_operands(args, kwargs), result)
             return result
         self._of_sample = True
         try:
@@ -302,7 +306,7 @@ class Averages(TorchFunctionMode):
             return result
         operands = list(_operands(args, kwargs))
         known = [found for x in operands if (found := self.made(x)) is not None]
-        if not known:
+        if not known or self._is_table_with_constants(operands):
             return func(*args, **kwargs)
         name = func.__name__
         if name in DIVISIONS and len(args) == 2 and not kwargs:
@@ -351,6 +355,11 @@ class Averages(TorchFunctionMode):
                 of = tuple(divided)
             self._keep(result, of, adds or any(x.rest for x in known), bent)
         return result
+
+    def _is_table_with_constants(self, operands: Sequence[Any]) -> bool:
+        """Whether the numbers that are known are of weights alone, and are to be done with samples."""
+        samples = any(self._samples.holds(x) and self.made(x) is None for x in operands)
+        return samples and all(self._samples.is_constant(x) for x in operands if self.made(x) is not None)
 
     def _follows(self, result: Tensor, joins: bool) -> bool:
         """Whether to follow what was made of known numbers: a few, or a table that joins samples.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.loss.functions import JOINS
-from lightning_megatp.pipeline.loss.samples import Samples, is_parameter
+from lightning_megatp.pipeline.loss.samples import Samples
 from lightning_megatp.tensor.einsum import labels_of, operands_of
 from lightning_megatp.tensor.functions import argument
 
@@ -52,7 +52,7 @@ class Pairs:
             return False
         if not isinstance(result, Tensor) or not result.requires_grad:
             return False
-        if _each_with_each(args, result, self._samples.rows):
+        if _each_with_each(args, result, self._samples.rows) and not any(map(self._samples.is_constant, args)):
             return True
         parts = [self._of[id(x)] for x in _tensors(args, kwargs) if id(x) in self._of]
         if not parts:
@@ -69,7 +69,7 @@ class Pairs:
         """Whether a product made a table of as many rows and columns as there are samples, or two views of each; or
         an einsum let the rows of two tables meet."""
         operands, rows = [*_tensors(args, kwargs)], self._samples.rows
-        if not isinstance(result, Tensor) or any(map(is_parameter, operands)):
+        if not isinstance(result, Tensor) or any(map(self._samples.is_constant, operands)):
             return False
         if args and isinstance(args[0], str):
             labels = labels_of(args[0], [x.dim() for x in operands_of(args)])

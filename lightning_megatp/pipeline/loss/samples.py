@@ -33,10 +33,14 @@ class Samples:
 
     Args:
         rows: the microbatch's samples; 0 to follow nothing.
+        constants: the identities of tensors that are the same for all samples, beside parameters.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, constants: Iterable[int] = ()) -> None:
         self.rows = rows
+        self._constants = set(constants)
+        self._made_of_constants: list[Any] = []
+        """Kept alive for their identities."""
         self._of: dict[int, tuple[Tensor, int]] = {}
         """By the identity of a tensor, which is kept alive for it, and the number of its sample."""
 
@@ -47,8 +51,26 @@ class Samples:
             isinstance(x, Tensor)
             and 0 < self.rows == (x.shape[0] if x.dim() else 0)
             and (x.dim() == 1 or x.shape[1] != self.rows)
-            and not is_parameter(x)
+            and not self.is_constant(x)
         )
+
+    def is_constant(self, x: Any) -> bool:
+        """Whether a tensor is known to be the same for all samples: a parameter, a constant, a view of one, or made of
+        such alone."""
+        if not isinstance(x, Tensor):
+            return False
+        of = viewed(x)
+        return is_parameter(x) or id(x) in self._constants or (of is not None and id(of) in self._constants)
+
+    def note_constant(self, operands: Iterable[Any], result: Any) -> None:
+        """After an operation: what it has made of constants alone is one, and what it has changed otherwise is none."""
+        given = [x for x in operands if isinstance(x, Tensor)]
+        made = [x for x in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(x, Tensor)]
+        if given and all(map(self.is_constant, given)):
+            self._constants.update(map(id, made))
+            self._made_of_constants += made
+        else:
+            self._constants.difference_update(map(id, made))
 
     def alone(self, operands: Iterable[Any], known: Container[int], adds: bool = False) -> int | None:
         """The sample that an operation is about, if it is about one: others of its operands are constants and weights,
@@ -122,7 +144,7 @@ class Samples:
             default: of that; None for all dims.
         """
         x = args[0] if args else kwargs.get("input")
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or self.is_constant(x):
             return False
         dim = argument(args, kwargs, position, "dim", "axis", default=default)
         if isinstance(dim, Tensor):

@@ -39,7 +39,7 @@ from lightning_megatp.pipeline.slicing.script import Instruction
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import seeded
-from lightning_megatp.shim.autograd import functorch_is_active
+from lightning_megatp.shim.autograd import transforms_are_active
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import (
     FOREACH_IN_PLACE,
@@ -121,7 +121,7 @@ class StageMode(TorchFunctionMode):
             if self.reads is not None and operation_name(func) in HOST_READS:
                 return self._read(self.reads, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
-        if functorch_is_active():
+        if transforms_are_active():
             return self._transformed(func, args, kwargs or {})
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
@@ -180,7 +180,7 @@ class StageMode(TorchFunctionMode):
 
     def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function, or of one of torch.jit's."""
-        if self.inside or self.done or is_bookkeeping(function) or functorch_is_active():
+        if self.inside or self.done or is_bookkeeping(function) or transforms_are_active():
             return apply(*args, **kwargs)
         return with_collected(self._opaque, apply, function, True, args, kwargs)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
 from torch.utils.data import DataLoader
@@ -70,6 +71,51 @@ class ChangesAList(Plain):
         for block in self.blocks:
             batch = block(batch, losses)
         return self.head(batch).square().mean() + sum(losses)
+
+
+class Implicit(Unit):
+    """A fixed point, whose gradient is another fixed point (deep equilibrium models)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(20):
+                z = torch.tanh(0.3 * self.a(z) + self.b(x))
+        z = torch.tanh(0.3 * self.a(z) + self.b(x))
+        start = z.detach().requires_grad_()
+        again = torch.tanh(0.3 * self.a(start) + self.b(x))
+
+        def solve(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(20):
+                found = torch.autograd.grad(again, start, found, retain_graph=True)[0] + gradient
+            return found
+
+        z.register_hook(solve)
+        return z
+
+
+class SolvesInAHook(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Implicit() for _ in range(3))
+
+
+class Tangents(Plain):
+    """Differentiates blocks forward; the loss has the tangents alone."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(batch, batch.cos())
+            for block in self.blocks:
+                x = block(x)
+            speed = forward_ad.unpack_dual(x).tangent
+        return self.head(speed).square().mean()
+
+
+class FunctionalTangents(Plain):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.func.jvp(self, (batch,), (batch.cos(),))[1].square().mean()
 
 
 class Branching(Unit):
@@ -493,7 +539,7 @@ HABITS: list[type[Plain]] = [
     TrainsTheHeadAlone, ChangesUnderVmap, StepsBySetting, SetsGradients, SetsWhatIsThere,
     AveragesBeforeClearing, Toggles, TogglesWithOldGradients, BackwardInTheStep, ClearedBackwardInTheStep, Attacks,
     FreezesInTheStep, CallsWithOthers, CallsWithSomeOthers, CallsWithTrained, PenalisesACritic, PenalisesInManual,
-    PenalisesAndAccumulates, WeighsByGradients, DampsStates,
+    PenalisesAndAccumulates, WeighsByGradients, DampsStates, SolvesInAHook, Tangents, FunctionalTangents,
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@ as on one device, and not those of a later microbatch."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.distributed.training import (
     PLAIN,
     Layout,
+    make_trainer,
     run_program,
     shared_directory,
     train_on_microbatches,
@@ -119,6 +121,27 @@ def test_backward_finds_what_its_forward_used(
 
 def test_changes_that_begin_with_the_second_batch_are_found(tmp_path: Path) -> None:
     _compare(Layout(pp=2), {}, "late", tmp_path)
+
+
+class Coupled(Model):
+    def __init__(self, norm: bool) -> None:
+        super().__init__("in place")
+        if norm:
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in "abc"))
+
+
+def _said(layout: Layout, norm: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Coupled(norm), _loader(ROWS))
+    return [str(w.message) for w in caught if "one by one" in str(w.message)]
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["batch norm", "in place"])
+def test_blocks_that_couple_samples_are_said(norm: bool) -> None:
+    for stage, texts in enumerate(run_program(Layout(pp=2, microbatches=2), _said, norm)):
+        assert len(texts) == 1, (stage, texts)
+        assert ("normalises over the samples of a microbatch" if norm else "changes `blocks.") in texts[0]
 
 
 def _compare(layout: Layout, options: dict[str, Any], habit: str, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ COUPLED: dict[str, Loss] = {
     "layer norm over samples": lambda y, t: (F.layer_norm(y.T, (len(y),)) * t.T).mean(),
     "the largest sample": lambda y, t: F.mse_loss(y[t[:, 0].argmax()], t[0]),
     "running maximum": lambda y, t: y.cummax(0).values.mean(),
+    "a little of a covariance": lambda y, t: F.mse_loss(y, t) + 0.01 * torch.cov(y.T).square().mean(),
     "products of samples": lambda y, t: torch.bmm(y.T[:, :, None], t.T[:, None]).square().mean(),
 }
 """What no list of functions names: all of these were silent."""
@@ -206,8 +207,9 @@ def test_losses_that_couple_samples_are_said_with_the_numbers(some: slice) -> No
         texts = [text for of_rank in found for text in of_rank[name][1] if "val_" not in text]
         assert len(texts) == 1, (name, texts)
         losses = expected[name][0][0], found[0][name][0][0]
-        assert losses[0] != pytest.approx(losses[1], rel=1e-3)
-        assert all(f"{loss:.4g}" in texts[0] for loss in losses), (name, losses, texts)
+        assert (losses[0] == pytest.approx(losses[1], rel=1e-3)) == name.startswith("a little")
+        digits = next(n for n in (4, 6) if f"{losses[0]:.{n}g}" != f"{losses[1]:.{n}g}")
+        assert all(f"{loss:.{digits}g}" in texts[0] for loss in losses), (name, losses, texts)
     for name, (losses, said, *_) in run_program(PP2, _whole, names)[0].items():  # as the texts advise
         assert losses == pytest.approx(expected[name][0], rel=1e-9), name
         assert not said
@@ -243,6 +245,83 @@ def test_others_are_not_and_nothing_is_left() -> None:
             for losses, _, _, f1 in (of_rank[name] for of_rank in found):
                 assert name == "drawn" or losses == pytest.approx(expected[name][0], rel=1e-9)
                 assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
+
+
+CONSTANT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a table of as many rows": lambda lit, y, t: ((y - t) @ lit.table.T).square().mean(),
+    "weights of terms": lambda lit, y, t: ((y - t)[:, :4].square() * lit.mix.softmax(0)).sum(1).mean(),
+    "products of weights": lambda lit, y, t: ((y - t)[:, :2] @ (lit.table @ lit.table.T)).square().mean(),
+    "a density": lambda lit, y, t: ((y - t).square().sum(1) - lit.scales.log().sum()).mean(),
+}
+"""What is made of weights and buffers, which have as many rows as a microbatch or a multiple of that."""
+
+
+class Constant(Lit):
+    def __init__(self, name: str) -> None:
+        super().__init__(F.mse_loss)
+        self.name, self.mix = name, nn.Parameter(torch.arange(4.0))
+        self.register_buffer("table", torch.arange(12.0).view(2, 6) / 12)
+        self.register_buffer("scales", torch.arange(1.0, 7))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return CONSTANT[self.name](self, self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+
+def _constant(layout: Layout) -> dict[str, Any]:
+    found = {}
+    for name in CONSTANT:
+        seen = Losses()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(layout, strategy={"plan": None}, callbacks=[seen]).fit(Constant(name), _data())
+        found[name] = seen.seen, [str(w.message) for w in caught if "MegaTPStrategy" in str(w.message)]
+    return found
+
+
+def test_weights_and_buffers_are_no_samples() -> None:
+    (expected,) = run_program(PLAIN, _constant)
+    for found in run_program(PP2, _constant):
+        for name, (losses, texts) in found.items():
+            assert not texts, (name, texts)
+            assert losses == pytest.approx(expected[name][0], rel=1e-9)
+
+
+class Stacked(nn.Module):
+    """Attention whose weights are stacks of heads, in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = (nn.Parameter(0.3 * torch.randn(shape)) for shape in ((3, 4, 8, 2), (4, 2, 8)))
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = torch.einsum("btd,shde->sbhte", x, self.read)
+        x = x + torch.einsum("bhte,hed->btd", (q @ k.mT).sigmoid() @ v, self.write)
+        return x + self.down(self.up(x).relu())
+
+
+class OfStacks(Lit):
+    def __init__(self) -> None:
+        super().__init__(F.mse_loss)
+        self.net = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.Linear(2, 8), Stacked(), Stacked(), nn.Linear(8, 2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]).flatten(1), batch[1])
+
+
+def _of_stacks(layout: Layout) -> list[float]:
+    seen = Losses()
+    make_trainer(layout, strategy={"plan": "auto"}, callbacks=[seen]).fit(OfStacks(), _data())
+    return seen.seen
+
+
+def test_to_look_at_split_weights_is_no_use_of_them() -> None:
+    (expected,) = run_program(PLAIN, _of_stacks)
+    for losses in run_program(TP2_PP2, _of_stacks):
+        assert losses == pytest.approx(expected, rel=1e-9)
 
 
 class Pairs(LightningModule):

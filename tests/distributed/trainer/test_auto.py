@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.ranks import RankError, run_ranks, run_reference
@@ -363,6 +364,21 @@ class Tangents(Perceptron):
             x = block(x)
         x = x + torch.vmap(lambda row: row.softmax(0))(x)
         y, speed = torch.func.jvp(flow, (x,), (torch.ones_like(x),))
+        return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
+
+
+class TangentsByHand(Tangents):
+    """The same, without torch.func."""
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        x = self.start(ids / 40)
+        for block in self.usual:
+            x = block(x)
+        with forward_ad.dual_level():
+            y = forward_ad.make_dual(x, torch.ones_like(x))
+            for block in self.inside:
+                y = block(y)
+            y, speed = forward_ad.unpack_dual(self.end(y))
         return nn.functional.cross_entropy(y, ids[:, 0] % 8) + speed.square().mean()
 
 
@@ -721,12 +737,13 @@ def test_adapters_in_a_region_drop_out_the_same_on_all_ranks() -> None:
     assert first == pytest.approx(second, abs=1e-12), "of tokens, each rank its own"
 
 
-def test_what_torch_func_runs_stays_whole() -> None:
-    expected = run_reference(fit_losses_alone, Tangents)
-    for losses in run_ranks(2, fit_losses, Tangents):
+@pytest.mark.parametrize("kind", [Tangents, TangentsByHand])
+def test_what_torch_func_runs_stays_whole(kind: type[Tangents]) -> None:
+    expected = run_reference(fit_losses_alone, kind)
+    for losses in run_ranks(2, fit_losses, kind):
         assert losses == pytest.approx(expected, rel=1e-12)
     with pytest.raises(RankError, match=r"MegaTPStrategy: a layer that the plan splits, .* under torch\.func"):
-        run_ranks(2, fit_losses, Tangents, True, {"inside.*.0": "column", "inside.*.2": "row"})
+        run_ranks(2, fit_losses, kind, True, {"inside.*.0": "column", "inside.*.2": "row"})
 
 
 def fit_ensemble(rank: int, world_size: int) -> tuple[list[float], int, int]:

@@ -90,8 +90,8 @@ class Evaluator:
         return call.function(*args, **kwargs)
 
     def evaluate_transformed(self, call: Call) -> Any:
-        """The result of an operation under torch.func (`vmap`), of which the plan says nothing: each stage computes
-        what it has all of (a mask of the batch).
+        """The result of an operation under a transform (`torch.func.vmap`), of which the plan says nothing: each stage
+        computes what it has all of (a mask of the batch).
 
         Raises:
             SliceError: stages would not get the same, or can't follow.
@@ -114,8 +114,9 @@ class Evaluator:
             why = "draws random numbers"
         if why:
             raise SliceError(
-                f"{call.by} runs under torch.func, between the pipeline's units, and {why}. Do it inside the forward of"
-                " a module."
+                f"{call.by} runs under torch.func, or forward-mode differentiation, between the pipeline's units, and"
+                f" {why}. Do it inside the forward of a module that is never cut: one that a ModuleList or a Sequential"
+                " holds."
             )
         for value in inputs:
             self._values.look_at(value, self._record.next)

@@ -54,7 +54,7 @@ from lightning_megatp.pipeline.slicing.operations import (
 from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
-from lightning_megatp.shim.autograd import function_name, functorch_is_active
+from lightning_megatp.shim.autograd import function_name, transforms_are_active
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, WithoutMode, open_dataclasses
 from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name, unreflected
 
@@ -170,7 +170,7 @@ class Tracer(TorchFunctionMode):
     def function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an autograd function, or of one of torch.jit's: one operation, whatever it does inside."""
         within = self._evaluator.inside is not None or self._evaluator.transforms
-        if within or is_bookkeeping(function) or functorch_is_active():
+        if within or is_bookkeeping(function) or transforms_are_active():
             return apply(*args, **kwargs)
         self.traits.uses_functions = True
 
@@ -273,7 +273,7 @@ class Tracer(TorchFunctionMode):
         if call.is_unit:
             open_dataclasses(call.args, call.kwargs)
         refuse_kind(call)
-        if functorch_is_active():
+        if transforms_are_active():
             return self._evaluator.evaluate_transformed(call)
         self._find_inputs(call)
         if self.traits.by_hand and call.name in HOST_READS and (answer := self.host_reads.answer(call)) is not None:
