@@ -66,6 +66,23 @@ def test_a_batch_is_planned_without_the_gradients_of_the_last(exact: bool, valid
         assert found == pytest.approx(expected, rel=1e-9 if exact else 0.02), "but for bfloat16's rounding"
 
 
+def _cut_to_a_length(layout: Layout) -> list[float]:
+    x = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batches = [[wide[:, :8]] for wide in (x[0, :, :8], torch.cat([x[1], x[1]], 1), x[2].T.contiguous().T)]
+    module = Blocks()
+    make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}})).fit(
+        module, DataLoader(batches, batch_size=None, shuffle=False)
+    )
+    return module.losses
+
+
+def test_batches_that_are_views_of_others() -> None:
+    """Padded to the longest of them, and cut: each has strides of its own, which only one rank would know."""
+    expected = run_program(Layout(plain=True), _cut_to_a_length)[0]
+    for found in run_program(Layout(pp=2, microbatches=2), _cut_to_a_length):
+        assert found == pytest.approx(expected, rel=1e-6), "but for float32's rounding in the loss"
+
+
 class Head(nn.Module):
     """A loss of its own, unless there is nothing to learn from."""
 
