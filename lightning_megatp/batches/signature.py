@@ -27,6 +27,11 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether it keeps some of its elements only, and has no strides."""
+    return tensor.layout not in (torch.strided, torch.jagged)
+
+
 def signature_of(batch: Any) -> Hashable:
     """Structure, shapes, dtypes and devices of a batch, and plain values in it, but for those that `leaves_out` is
     about."""
@@ -60,7 +65,8 @@ def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
     kind: Any = type(value)
     if isinstance(value, Tensor):
         reading.tensors.append(value)
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+        layout = value.layout if is_sparse(value) else value.stride()
+        return tuple(value.shape), layout, value.dtype, value.device, value.requires_grad
     if isinstance(value, np.ndarray):
         reading.left_out = True
         return np.ndarray, value.shape, str(value.dtype)
