@@ -265,7 +265,7 @@ def unlooked(block: nn.Module) -> str | None:
             return f"`{name}` in it is compiled"
         for hook in map(without_arguments, _hooks_on(child)):
             if not (is_frameworks(type(hook), *_LIBRARIES) or is_frameworks(hook, *_LIBRARIES)):
-                return f"`{name or 'it'}` has a hook of {module_of(hook)}"
+                return f"{f'`{name}` in it' if name else 'it'} has a hook of {module_of(hook)}"
     return None
 
 

@@ -12,7 +12,7 @@ import logging
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,9 @@ class SameBatch:
         """Whose note every message carries."""
 
     def __call__(self, batch: Batch) -> Batch:
-        """The first rank's batch (there the very object, untouched).
+        """The first rank's batch: there the very object, untouched, unless it holds tensors that are not dense (columns
+        of a wider one, expanded ones). The others can't have these as they lie, so the first rank gets a copy with
+        dense ones, too: what a step does, and which plan is for it, may depend on strides.
 
         Raises:
             TypeError: the first rank's batch can't be pickled; raised on every rank.
@@ -84,7 +86,8 @@ class SameBatch:
 
     def _send(self, batch: Batch) -> Batch:
         try:
-            leaves, description = _describe(batch)
+            leaves, specs, structure = _describe(batch)
+            description = pickle.dumps((specs, structure), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # pickling runs the batch's own code; whatever it raises, the peers must hear of it
             text = f"{type(error).__name__}: {error}"
             message = torch.zeros(self.room, dtype=torch.uint8)
@@ -106,7 +109,10 @@ class SameBatch:
             dist.broadcast(content, group_src=0, group=self.group)
         self.room = max(HEADER_BYTES, places.on_host)
         self._hear(note)
-        return batch
+        if all(leaf.stride() == spec.stride for leaf, spec in zip(leaves, specs, strict=True)):
+            return batch
+        laid = [spec.lay(leaf) for leaf, spec in zip(leaves, specs, strict=True)]
+        return cast(Batch, _Restorer(structure, laid).load())
 
     def _receive(self) -> Any:
         message = torch.empty(self.room, dtype=torch.uint8)
@@ -189,6 +195,10 @@ class _Spec:
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    def lay(self, leaf: Tensor) -> Tensor:
+        """A leaf as the peers have it."""
+        return leaf if leaf.stride() == self.stride else self.rebuild(_as_bytes(leaf))
+
     def rebuild(self, data: Tensor) -> Tensor:
         # A copy, not a view of the payload: views share autograd's version counter, and a step that modifies one input
         # in place would invalidate all others on the receivers only.
@@ -231,13 +241,12 @@ class _Restorer(pickle.Unpickler):
         return self.leaves[pid]
 
 
-def _describe(batch: Any) -> tuple[list[Tensor], bytes]:
-    """The batch's tensors, and the pickled rest: (specs of the tensors, structure)."""
+def _describe(batch: Any) -> tuple[list[Tensor], list[_Spec], bytes]:
+    """The batch's tensors, what they are, and the pickled rest."""
     file = io.BytesIO()
     describer = _Describer(file)
     describer.dump(batch)
-    specs = [_Spec.of(leaf) for leaf in describer.leaves]
-    return describer.leaves, pickle.dumps((specs, file.getvalue()), protocol=pickle.HIGHEST_PROTOCOL)
+    return describer.leaves, [_Spec.of(leaf) for leaf in describer.leaves], file.getvalue()
 
 
 def _is_dense(leaf: Tensor) -> bool:
@@ -297,7 +306,7 @@ class _Places:
 def _digest(batch: Any) -> bytes:
     """8 bytes that depend on the tensors only, in any order: equal structures may be pickled differently."""
     try:
-        leaves, _ = _describe(batch)
+        leaves, *_ = _describe(batch)
     except Exception:  # a peer's own batch is dropped: whether it could be sent does not matter
         return bytes(8)
     digests = []

@@ -27,10 +27,15 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return found
 
 
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether it keeps some of its elements only, and has no strides."""
+    return tensor.layout not in (torch.strided, torch.jagged)
+
+
 def signature_of(batch: Any) -> Hashable:
     """Structure, shapes, dtypes and devices of a batch, and plain values in it, but for those that `leaves_out` is
-    about."""
-    return _read(batch, _Reading())
+    about. Objects are what they are when pickled: other ranks get the batch so, without what `__getstate__` drops."""
+    return _read(batch, _Reading(as_pickled=True))
 
 
 def leaves_out(batch: Any) -> bool:
@@ -47,6 +52,7 @@ class _Reading:
 
     tensors: list[Tensor] = dataclasses.field(default_factory=list)
     left_out: bool = False
+    as_pickled: bool = False
     met: dict[int, int] = dataclasses.field(default_factory=dict)
     """id(object of the user's) -> its number: they may hold each other."""
 
@@ -60,7 +66,8 @@ def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
     kind: Any = type(value)
     if isinstance(value, Tensor):
         reading.tensors.append(value)
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+        layout = value.layout if is_sparse(value) else value.stride()
+        return tuple(value.shape), layout, value.dtype, value.device, value.requires_grad
     if isinstance(value, np.ndarray):
         reading.left_out = True
         return np.ndarray, value.shape, str(value.dtype)
@@ -80,6 +87,8 @@ def _read(value: Any, reading: _Reading, in_list: bool = False) -> Hashable:
             return reading.met[id(value)]
         reading.met[id(value)] = len(reading.met)
         parts = vars(value)
+        if reading.as_pickled and kind.__getstate__ is not object.__getstate__:
+            return kind, _read(value.__getstate__(), reading, in_list)
         if _pickles_in_its_own_way(kind):
             return kind, _of_tensors_in(parts, reading)
     elif kind.__module__ == "builtins" and kind is not object:

@@ -10,7 +10,7 @@ import numpy as np
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatp.batches.signature import tensors_of
+from lightning_megatp.batches.signature import is_sparse, tensors_of
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.plan.ranges import split_evenly
 
@@ -133,20 +133,34 @@ def _counts(batch: Any) -> list[int]:
     return found
 
 
+def check_dense(batch: Any) -> None:
+    """Refuse sparse tensors: how many elements a microbatch has of one, and so what a step does, depends on values.
+
+    Raises:
+        ValueError: the batch holds one.
+    """
+    for sparse in filter(is_sparse, tensors_of(batch)):
+        raise ValueError(
+            f"MegaTPStrategy: a batch ({type(batch).__name__}) holds a tensor of shape {tuple(sparse.shape)} and layout"
+            f" {sparse.layout}. With pp > 1 tensors of a batch have to be dense: let `on_after_batch_transfer`, or the"
+            " loader, call `to_dense()`, or hand on its indices and values as tensors of their own."
+        )
+
+
 def check_columns(batches: Mapping[int, Any], batch: Any) -> None:
     """Refuse a batch some of whose columns have as many entries as it has rows, and would be cut like them, though
     they don't grow with its samples: names of variables, weights of classes.
 
     Args:
         batches: as for `check_rows`.
-        batch: of the size that is trained with.
+        batch: of the size that is trained with. One sample is not cut.
 
     Raises:
         ValueError: it has one.
     """
     rows = batch_size(batch)
     of_samples = [list(_columns(b)) for b in batches.values()]
-    if rows is None or len(of_samples) < 2 or len(set(map(len, of_samples))) > 1:
+    if rows in (None, 1) or len(of_samples) < 2 or len(set(map(len, of_samples))) > 1:
         return
     if any(set(lengths) == {rows} for lengths in zip(*of_samples, strict=True)):
         raise ValueError(

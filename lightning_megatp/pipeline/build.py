@@ -12,7 +12,7 @@ from torch import nn
 from torchmetrics import MetricTracker
 
 from lightning_megatp.batches.example import Example
-from lightning_megatp.batches.split import check_columns, check_rows
+from lightning_megatp.batches.split import check_columns, check_dense, check_rows
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
@@ -231,8 +231,9 @@ def check_batches(parallel: ParallelModule, options: PipelineOptions, example: E
     """Refuse batches that would be cut elsewhere than between samples, as far as their loader tells.
 
     Raises:
-        ValueError: see `split.check_rows` and `check_columns`.
+        ValueError: see `split.check_dense`, `check_rows` and `check_columns`.
     """
+    check_dense(example.batch)
     if options.microbatches != 1 and not hasattr(parallel.module, "split_batch"):
         batches = example.of_samples(2, 3)
         check_rows(batches)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.averaged_buffers import versions_of
-from lightning_megatp.batches.split import split_batch
+from lightning_megatp.batches.split import check_dense, split_batch
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
@@ -336,10 +336,11 @@ class Pipeline:
         data-parallel ranks, all of them have as many parts as the one with the fewest rows.
 
         Raises:
-            ValueError: `split_batch` returns no list, or more parts than there may be.
+            ValueError: `split_batch` returns no list, or more parts than there may be; the batch holds sparse tensors.
 
         Communication: one object all-gather over dp at zero=3, and at zero=2 where each part is reduced by itself.
         """
+        check_dense(batch)
         microbatches = self._split(batch, self.settings.microbatches)
         if not (self.sharding is not None and (self.sharding.options.level == 3 or self.reduces_each)):
             return microbatches

@@ -374,7 +374,7 @@ def forward_mode_is_active() -> bool:
 
 def transforms_are_active() -> bool:
     """Whether this is inside torch.func's transforms, or of forward-mode differentiation by hand."""
-    return functorch_is_active() or forward_mode_is_active()
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def checkpoint_region() -> object | None:

@@ -120,6 +120,7 @@ def test_a_column_that_only_looks_like_rows_is_refused(constant: Any) -> None:
     with pytest.raises(ValueError, match="has 4 rows, and a column of 4 entries however many samples it is made of"):
         check_columns(batches, (ROWS[4], ROWS[4], constant))
     check_columns(batches, (ROWS[3], ROWS[3], constant))
+    check_columns({n: (ROWS[n], ["a name"]) for n in (2, 3)}, (ROWS[3][:1], ["a name"]))  # one sample is not cut
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -64,6 +65,60 @@ def test_a_batch_is_planned_without_the_gradients_of_the_last(exact: bool, valid
     layout = Layout(pp=2, schedule="gpipe")  # all forwards come before the first gradient of the batch
     for found in run_program(layout, _two_shapes, exact, validates):
         assert found == pytest.approx(expected, rel=1e-9 if exact else 0.02), "but for bfloat16's rounding"
+
+
+def _cut_to_a_length(layout: Layout) -> list[float]:
+    x = torch.randn(4, 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batches = [[wide[:, :8]] for wide in (x[0, :, :8], torch.cat([x[1], x[1]], 1), x[2].T.contiguous().T)]
+    module = Blocks()
+    make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}})).fit(
+        module, DataLoader(batches, batch_size=None, shuffle=False)
+    )
+    return module.losses
+
+
+def test_batches_that_are_views_of_others() -> None:
+    """Padded to the longest of them, and cut: each has strides of its own, which only one rank would know."""
+    expected = run_program(Layout(plain=True), _cut_to_a_length)[0]
+    for found in run_program(Layout(pp=2, microbatches=2), _cut_to_a_length):
+        assert found == pytest.approx(expected, rel=1e-6), "but for float32's rounding in the loss"
+
+
+class Bag:
+    """Rows, and what was looked up of them, which is not pickled."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"x": self.x}
+
+
+class OfBags(Blocks):
+    def training_step(self, batch: Bag, batch_idx: int) -> Tensor:  # type: ignore[override]
+        return self._loss([batch.x])
+
+    def split_batch(self, batch: Bag, microbatches: int) -> list[Bag]:
+        parts = [copy.copy(batch) for _ in range(microbatches)]
+        for part, x in zip(parts, batch.x.chunk(microbatches), strict=True):
+            part.__dict__ = {**vars(batch), "x": x}
+        return parts
+
+
+def _bags(layout: Layout) -> list[float]:
+    bags = [Bag(x) for x in torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+    bags[2].size = 4  # type: ignore[attr-defined]  # looked up
+    module = OfBags()
+    trainer = make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}}))
+    trainer.fit(module, DataLoader(bags, batch_size=None))  # type: ignore[arg-type]
+    return module.losses
+
+
+def test_what_objects_leave_out_of_pickles_makes_no_other_plan() -> None:
+    """It is on the rank alone that has loaded the batch."""
+    expected = run_program(Layout(plain=True), _bags)[0]
+    for found in run_program(Layout(pp=2, microbatches=2), _bags):
+        assert found == pytest.approx(expected, rel=1e-6), "but for float32's rounding in the loss"
 
 
 class Head(nn.Module):

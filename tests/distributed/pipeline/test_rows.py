@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,18 @@ def test_samples_elsewhere_than_in_rows_are_refused(collate: Any, texts: list[st
     assert len(error.value.failures) == 2
     for failure in error.value.failures:
         assert all(text in failure.message for text in (*texts, "split_batch")), failure.message
+
+
+def sparse(samples: list[Tensor]) -> dict[str, Tensor]:
+    tokens = torch.stack(samples)
+    return {"tokens": tokens, "graph": torch.eye(len(tokens)).to_sparse()}
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises(RankError) as error:
+        run_program(PP2, _fit, sparse)
+    for failure in error.value.failures:
+        assert re.search(r"shape \(\d, \d\) and layout torch.sparse_coo.*have to be dense", failure.message)
 
 
 def test_a_split_of_its_own_is_not_doubted() -> None:

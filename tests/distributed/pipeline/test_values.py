@@ -146,7 +146,7 @@ def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_ha
 
 
 class Centred(GPT):
-    """Its loss goes by a moving average of what comes out, as a teacher's centre, or by a table that it makes once."""
+    """Its loss goes by a moving average of what comes out, as a teacher's centre, or by a table."""
 
     def __init__(self, average: bool) -> None:
         super().__init__()
@@ -158,8 +158,6 @@ class Centred(GPT):
         loss = F.cross_entropy((y - self.centre).flatten(0, 1), batch[1].flatten())
         if self.average:
             self.centre = 0.9 * self.centre + 0.1 * y.detach().mean((0, 1))
-        elif not self.centre.any():
-            self.centre = torch.arange(32.0)
         return loss
 
 

@@ -222,6 +222,9 @@ def _any_tensor(rank: int, world_size: int) -> None:
         assert given["channels last"].is_contiguous(memory_format=torch.channels_last)
         assert given["transposed"].stride() == tensors["transposed"].stride()
         assert given["labelled"].label == "cat"
+        strides: list[Any] = [None] * world_size
+        dist.all_gather_object(strides, {key: x.stride() for key, x in given.items() if not x.is_sparse})
+        assert all(of_rank == strides[0] for of_rank in strides), "those of what isn't dense, too"
     assert all(
         torch.equal(value.detach(), before[key].detach()) for key, value in tensors.items() if not value.is_sparse
     )
