@@ -82,9 +82,11 @@ class Attributes:
             entries = [x for pair in self._looked_at(value) for x in pair]
             return identity, tuple(map(self._describe, entries))
         kind: Any = type(value)
-        if not _is_searched(kind):
+        held = getattr(value, "__dict__", None)  # of `list[int]`, which is an object, that of a class
+        if not _is_searched(kind) or not isinstance(held, dict):
             return identity
-        held = getattr(value, "__dict__", {})
+        if (length := len(held)) > _LARGE:
+            return identity, length
         return _Described(identity, {name: self._describe(x) for name, x in self._looked_at(held)})
 
 
