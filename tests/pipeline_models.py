@@ -6,6 +6,7 @@ Shape suffixes: B batch, L sequence, D hidden, V vocabulary, C channels.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -170,6 +171,43 @@ class WithDataclasses(GPT):
         for block in self.blocks:
             features = block(features, context)
         return features.hidden + sum(features.levels) / features.added
+
+
+class Record(dict[str, Any]):
+    """Entries that are attributes, too."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
+
+
+class Output(OrderedDict[str, Any]):
+    """Entries, and an attribute beside them."""
+
+    def __init__(self, hidden: Tensor, levels: list[Tensor]) -> None:
+        super().__init__(hidden=hidden)
+        self.levels = levels
+
+
+class RecordBlock(Block):
+    def forward(self, record: Any) -> Any:  # type: ignore[override]
+        hidden = super().forward(record.output["hidden"]) * record["factor"]
+        return Record(output=Output(hidden, [*record.output.levels, hidden]), factor=record.factor * 0.9)
+
+
+class WithDicts(GPT):
+    """Its blocks hand on dicts of their own classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RecordBlock() for _ in range(4))
+
+    def middle(self, x_BLD: Tensor) -> Tensor:
+        record = Record(output=Output(x_BLD, []), factor=1.1)
+        for block in self.blocks:
+            record = block(record)
+        hidden: Tensor = record.output["hidden"]
+        return hidden * record.factor + torch.stack(record.output.levels).mean(0)
 
 
 class Watched(GPT):
@@ -678,6 +716,7 @@ CASES = {
     "shared block": Case(SharedBlock, tokens),
     "watched": Case(Watched, tokens),
     "dataclasses": Case(WithDataclasses, tokens),
+    "dicts of their own classes": Case(WithDicts, tokens),
     "in place": Case(InPlace, tokens),
     "in place, into one tensor": Case(Buffered, tokens),
     "in place, by units": Case(InPlaceUnits, tokens),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -247,19 +248,21 @@ def unscale_before_step(optimizer: Any) -> None:
         optimizer._step_supports_amp_scaling = False
 
 
-def open_dataclasses(*values: Any) -> None:
-    """Let `tree_map` and `tree_leaves` look into the dataclasses of users among nested values, from now on: as blocks
-    may hand them to each other. They are made anew without `__init__`, which may check what it is given, or make more
-    of it."""
-    while new := {type(x) for x in tree_leaves(values) if _is_closed_dataclass(x)}:
+def open_containers(*values: Any) -> None:
+    """Let `tree_map` and `tree_leaves` look into the dataclasses of users among nested values, and into dicts of their
+    own classes, from now on: as blocks may hand them to each other. They are made anew without `__init__`, which may
+    check what it is given, or make more of it."""
+    while new := {type(x) for x in tree_leaves(values) if _is_closed(x)}:
         for kind in new:
-            register_pytree_node(kind, _entries_of, functools.partial(_with_entries, kind))
+            entries, made = (_items_of, _with_items) if issubclass(kind, dict) else (_entries_of, _with_entries)
+            register_pytree_node(kind, entries, functools.partial(made, kind))
 
 
-def _is_closed_dataclass(x: Any) -> bool:
+def _is_closed(x: Any) -> bool:
     """Not opened yet: of what is registered, `tree_leaves` gives the entries."""
     of_library = package_of(type(x)) in ("torch", "transformers")
-    return dataclasses.is_dataclass(x) and not isinstance(x, type) and not of_library
+    is_container = isinstance(x, dict) or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+    return is_container and not of_library
 
 
 def _entries_of(x: Any) -> tuple[list[Any], list[str]]:
@@ -271,4 +274,23 @@ def _with_entries(kind: type, entries: Iterable[Any], names: Iterable[str]) -> A
     made: Any = object.__new__(kind)
     for name, entry in zip(names, entries, strict=True):
         object.__setattr__(made, name, entry)  # also of a frozen one
+    return made
+
+
+def _items_of(x: dict[Any, Any]) -> tuple[list[Any], tuple[list[Any], list[str], bool]]:
+    held: Any = getattr(x, "__dict__", {})
+    own = {} if held is x else held  # `self.__dict__ = self` makes its entries its attributes
+    return [*dict.values(x), *own.values()], (list(dict.keys(x)), list(own), held is x)
+
+
+def _with_items(kind: type, entries: Iterable[Any], context: tuple[list[Any], list[str], bool]) -> Any:
+    keys, names, is_own = context
+    base: Any = next(base for base in (OrderedDict, defaultdict, dict) if issubclass(kind, base))
+    made, given = base.__new__(kind), iter(entries)
+    if is_own:
+        made.__dict__ = made
+    for key, entry in zip(keys, given):  # noqa: B905 (the rest are attributes)
+        base.__setitem__(made, key, entry)
+    for name, entry in zip(names, given, strict=True):
+        made.__dict__[name] = entry
     return made

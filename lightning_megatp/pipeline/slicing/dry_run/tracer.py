@@ -55,7 +55,7 @@ from lightning_megatp.pipeline.slicing.state.collected import with_collected
 from lightning_megatp.pipeline.slicing.state.kept import Kept
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.shim.autograd import function_name, transforms_are_active
-from lightning_megatp.shim.torch import FOREACH_IN_PLACE, WithoutMode, open_dataclasses
+from lightning_megatp.shim.torch import FOREACH_IN_PLACE, WithoutMode, open_containers
 from lightning_megatp.tensor.functions import check_caller, one_by_one, operation_name, unreflected
 
 
@@ -271,7 +271,7 @@ class Tracer(TorchFunctionMode):
     def _traced(self, call: Call) -> Any:
         call.where = self._locator.here()
         if call.is_unit:
-            open_dataclasses(call.args, call.kwargs)
+            open_containers(call.args, call.kwargs)
         refuse_kind(call)
         if transforms_are_active():
             return self._evaluator.evaluate_transformed(call)
@@ -282,7 +282,7 @@ class Tracer(TorchFunctionMode):
         self.record.begin(call)
         out = self._evaluator.evaluate(call)
         if call.is_unit:
-            open_dataclasses(out)
+            open_containers(out)
         after, silently = versions(call.inputs), {id(x) for x in changed_statistics(call)}
         altered = (i for i, old in enumerate(before) if old != after[i] or id(call.inputs[i].tensor) in silently)
         call.changed = list(altered)
