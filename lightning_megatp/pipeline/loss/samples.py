@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ class Samples:
     def __init__(self, rows: int, constants: Iterable[int] = ()) -> None:
         self.rows = rows
         self._constants = set(constants)
-        self._made_of_constants: list[Any] = []
-        """Kept alive for their identities."""
+        self._made_of_constants: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        """By their identities."""
         self._of: dict[int, tuple[Tensor, int]] = {}
         """By the identity of a tensor, which is kept alive for it, and the number of its sample."""
 
@@ -60,17 +61,21 @@ class Samples:
         if not isinstance(x, Tensor):
             return False
         of = viewed(x)
-        return is_parameter(x) or id(x) in self._constants or (of is not None and id(of) in self._constants)
+        return is_parameter(x) or self._is_known(x) or (of is not None and self._is_known(of))
+
+    def _is_known(self, x: Tensor) -> bool:
+        return id(x) in self._constants or self._made_of_constants.get(id(x)) is x
 
     def note_constant(self, operands: Iterable[Any], result: Any) -> None:
         """After an operation: what it has made of constants alone is one, and what it has changed otherwise is none."""
         given = [x for x in operands if isinstance(x, Tensor)]
         made = [x for x in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(x, Tensor)]
         if given and all(map(self.is_constant, given)):
-            self._constants.update(map(id, made))
-            self._made_of_constants += made
+            self._made_of_constants.update({id(x): x for x in made})
         else:
             self._constants.difference_update(map(id, made))
+            for x in made:
+                self._made_of_constants.pop(id(x), None)
 
     def alone(self, operands: Iterable[Any], known: Container[int], adds: bool = False) -> int | None:
         """The sample that an operation is about, if it is about one: others of its operands are constants and weights,
