@@ -21,9 +21,12 @@ def test_what_was_left_is_there_for_a_while() -> None:
         "new": None,
     }
     module, before = nn.Linear(2, 2), [0]
-    module.outputs = before  # type: ignore[assignment]
-    sent = packed(left)
+    vars(module).update(left)
+    sent = packed(module, [(name,) for name in left])
     assert sent is not None
+    for name in left:
+        delattr(module, name)
+    module.outputs = before  # type: ignore[assignment]
     with given(module, sent, torch.device("cpu")):
         first, (rows, array, text) = module.outputs
         assert torch.equal(first, graph.detach()) and not first.requires_grad
@@ -35,7 +38,23 @@ def test_what_was_left_is_there_for_a_while() -> None:
 
 
 class Thing:
-    pass
+    """One of the user's own objects."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+def test_what_was_left_on_an_object_is_there_for_a_while() -> None:
+    module = nn.Linear(2, 2)
+    thing = Thing(inner=Thing(kept=[torch.ones(2)], other=1))
+    module.thing = thing  # type: ignore[assignment]
+    path = ("thing", "inner", "kept")
+    sent = packed(module, [path])
+    assert sent is not None and packed(module, [path, ("thing", "gone")]) is None
+    thing.inner.kept = before = []
+    with given(module, sent, torch.device("cpu")):
+        assert torch.equal(thing.inner.kept[0], torch.ones(2)) and thing.inner.other == 1
+    assert thing.inner.kept is before
 
 
 @pytest.mark.parametrize(
@@ -51,4 +70,6 @@ class Thing:
     ids=["object", "in a list", "in a dict", "parameter", "array of functions", "large"],
 )
 def test_what_can_not_be_sent(value: Any) -> None:
-    assert packed({"value": value, "other": Tensor([1.0])}) is None
+    module = nn.Linear(2, 2)
+    module.__dict__ |= {"value": value, "other": Tensor([1.0])}
+    assert packed(module, [("other",)]) is not None and packed(module, [("value",), ("other",)]) is None
