@@ -126,8 +126,8 @@ class OwnNumbers:
         if self._before is not None:
             self._names.update(dict.fromkeys(now[0].reals_set(self._before[0])))
             changed = [path for path, x in now[1].changes(self._before[1]).items() if x.value.is_floating_point()]
-            found = [f"{path[0]}.{path[1]}".lstrip(".") for path in changed if self._is_buffer(path)]
-            self._buffers.update(dict.fromkeys(found))
+            names = (".".join(filter(None, path)) for path in changed if self._is_buffer(path))
+            self._buffers.update(dict.fromkeys(names))
         self._before = now
 
     def _is_buffer(self, path: Path) -> bool:

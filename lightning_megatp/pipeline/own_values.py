@@ -20,8 +20,8 @@ from lightning_megatp.origins import is_torchs
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.shim.compiler import is_compiled
 
-_OF_BATCHES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS: tuple[type[nn.Module], ...] = (*_OF_BATCHES, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Of torch, which change running statistics in their forward."""
 
 
@@ -43,7 +43,7 @@ class OwnValues:
         self._modules: Mapping[int, Sequence[nn.Module]] = modules
         self._changing: dict[int, list[Place]] = {stage: [] for stage in units}
         self._norms = [
-            x for own in units.values() for unit in own for x in unit.modules() if isinstance(x, _OF_BATCHES)
+            x for own in units.values() for unit in own for x in unit.modules() if isinstance(x, BATCH_NORMS)
         ]
         self._replaced: dict[Place, Tensor] = {}
         """What was there before the batch."""

@@ -41,12 +41,9 @@ class Attributes:
         self._seen: set[int] = set()
         self._described = {name: self._describe(x) for name, x in self._looked_at(vars(module))}
 
-    def differ_from(self, earlier: Attributes) -> bool:
-        """Whether anything was set, replaced, added or removed since."""
-        return self._described != earlier._described
-
     def differing(self, earlier: Attributes) -> list[tuple[str, ...]]:
-        """The attributes of which this is so, each by the names that lead to it through the user's own objects."""
+        """What was set, replaced, added or removed since, each by the names that lead to it through the user's own
+        objects."""
         return list(_differing((), self._described, earlier._described))
 
     def differ_at(self, path: tuple[str, ...], earlier: Attributes) -> bool:

@@ -18,6 +18,7 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.own_values import BATCH_NORMS
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.random_states import random_state_kept
 
@@ -145,8 +146,7 @@ def _copy(module: Any) -> Any:
 
 
 def _couples_samples(module: nn.Module) -> bool:
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    return any(isinstance(child, norms) for child in module.modules())
+    return any(isinstance(child, BATCH_NORMS) for child in module.modules())
 
 
 def _loss_of(result: Any) -> Tensor:

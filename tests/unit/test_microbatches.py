@@ -327,6 +327,6 @@ class Holder(nn.Module):
 def test_what_a_step_leaves_is_seen(change: Any) -> None:
     module = Holder()
     before = Attributes(module)
-    assert not Attributes(module).differ_from(before)
+    assert not Attributes(module).differing(before)
     change(module)
-    assert Attributes(module).differ_from(before)
+    assert Attributes(module).differing(before)
