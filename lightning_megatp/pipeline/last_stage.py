@@ -122,6 +122,8 @@ class LastStage:
         self._told_objects = set[Path]()
         """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
         it may say that they are filled."""
+        self._counted: set[str] | None = None
+        """Numbers that rose in the first batch as if a step counted its calls in them."""
         self._looked_for_counters = False
         self._sets_options = False
         """Whether the module's code has to do with the options of optimizers, which a step may set."""
@@ -191,9 +193,8 @@ class LastStage:
             changes.options = set_now
         if counts is not None:
             n, later = len(run.microbatches), self._counts(Buffers(self.outside)) or {}
-            self._looked_for_counters = True
             risen = [name for name, x in counts.items() if later.get(name, x) - x == n]
-            warn_of_counters([*counters(now, plain, run.microbatches), *risen], n)
+            self._note_counted([*counters(now, plain, run.microbatches), *risen], n)
 
     def conclude(self, run: BatchRun) -> tuple[Tensor, float] | None:
         """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
@@ -237,11 +238,19 @@ class LastStage:
         return total, facts.factor
 
     def _counts(self, buffers: Buffers) -> dict[str, float] | None:
-        """Numbers that a step may count in, as long as nobody has looked at them: buffers, attributes of optimizers."""
+        """Numbers that a step may count in, in the first two batches: buffers, attributes of optimizers."""
         if self._looked_for_counters:
             return None
         optimizers = {f"optimizer.{name}": x for o in self._trainer.optimizers for name, x in vars(o).items()}
         return buffers.numbers() | {name: x for name, x in optimizers.items() if type(x) is int}
+
+    def _note_counted(self, names: Sequence[str], n: int) -> None:
+        """Warn of what has risen by the number of microbatches twice: the longest sequence so far may do so once."""
+        if self._counted is None:
+            self._counted = set(names)
+        else:
+            self._looked_for_counters = True
+            warn_of_counters([name for name in names if name in self._counted], n)
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last

@@ -102,7 +102,7 @@ class KeepsNumbers(GPT):
     def __init__(self, how: str, by_hand: bool) -> None:
         super().__init__()
         self.how, self.automatic_optimization = how, not by_hand
-        self.number, self.numbers, self.calls = 1.0, {"loss": 0.0}, 0
+        self.number, self.numbers, self.calls, self.longest = 1.0, {"loss": 0.0}, 0, 4
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = super().training_step(batch, batch_idx)
@@ -114,6 +114,8 @@ class KeepsNumbers(GPT):
             self.number *= 0.9
         elif self.how == "calls":
             self.calls += 1
+        elif self.how == "longest":
+            self.longest = max(self.longest, batch[0].shape[1])
         else:
             self.number = 1.0 - 0.1 * self.global_step
         if self.automatic_optimization:
@@ -134,10 +136,10 @@ def _keeping(layout: Layout, how: str, by_hand: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["automatic", "by hand"])
-@pytest.mark.parametrize("how", ["sum", "dict", "factor", "calls", "schedule"])
+@pytest.mark.parametrize("how", ["sum", "dict", "factor", "calls", "longest", "schedule"])
 def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_hand: bool) -> None:
     told = run_program(Layout(pp=2, microbatches=2), _keeping, how, by_hand)[0]
-    if how == "schedule" or (how == "dict" and by_hand):  # behind its part, what is read of a loss is the batch's
+    if how in ("longest", "schedule") or (how == "dict" and by_hand):  # behind its part, what is read of a loss is the batch's
         assert told == []
     else:
         name = {"dict": "numbers", "calls": "calls"}.get(how, "number")
