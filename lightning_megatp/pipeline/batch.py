@@ -252,6 +252,8 @@ class BatchRun:
         if microbatch < len(self.microbatches) - 1:
             return
         leaves, seed, tail = whole.join(), mixed(self.seed, len(self.microbatches)), self.last_stage + 1
+        set_by_parts = self._plain_values.get(self.last_stage, {})
+        PlainValues(self.opened).adopt(self.slicer.tables.lengths_among(set_by_parts, self.opened))
         with contextlib.ExitStack() as stack:
             stack.enter_context(seeded(seed, generators_on(self.device)))
             stack.enter_context(torch.set_grad_enabled(self.backward is not None and torch.is_grad_enabled()))

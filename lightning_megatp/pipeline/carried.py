@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ from lightning_megatp.pipeline.own_values import NORMS
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.told.held_tensors import HeldTensors
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.snapshots.leftovers import Path, PlainValues
-from lightning_megatp.snapshots.snapshot import Snapshot
+from lightning_megatp.snapshots.leftovers import Path, PlainValues, is_own_object
+from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 from lightning_megatp.tensor.functions import operation_name
 
 
@@ -152,12 +153,24 @@ class OwnNumbers:
             )
 
 
-def lengths(module: nn.Module) -> dict[str, int]:
-    """Lengths of the module's own lists, by the attributes that hold them."""
-    return {name: len(x) for name, x in vars(module).items() if type(x) is list}
+def lists_on(modules: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
+    """Lists by name: attributes of modules, and of the user's own objects there."""
+    found: dict[str, list[Any]] = {}
+    for name, module in modules.items():
+        for key, x in vars(module).items():
+            if type(x) is list:
+                found[f"{name}.{key}".lstrip(".")] = x
+            elif type(x) not in _NO_OBJECTS and is_own_object(x):
+                inside = {f"{name}.{key}.{inner}": y for inner, y in vars(x).items() if type(y) is list}
+                found |= {path.lstrip("."): y for path, y in inside.items()}
+    return found
 
 
-def warn_of_lists(module: nn.Module, before: Mapping[str, int], microbatches: Sequence[Any]) -> None:
+_NO_OBJECTS = frozenset([*PLAIN, dict, set, OrderedDict])
+"""Most of what a module's attributes are."""
+
+
+def warn_of_lists(lists: Mapping[str, list[Any]], before: Mapping[str, int], microbatches: Sequence[Any]) -> None:
     """Warn of a list to which a step has appended a number for each microbatch, and not for each row.
 
     Args:
@@ -167,8 +180,8 @@ def warn_of_lists(module: nn.Module, before: Mapping[str, int], microbatches: Se
     n = len(microbatches)
     if sum(batch_size(x) or 0 for x in microbatches) == n:
         return
-    for name, x in vars(module).items():
-        new = x[before.get(name, 0) :] if type(x) is list else []
+    for name, x in lists.items():
+        new = x[before.get(name, 0) :]
         if new and len(new) % n == 0 and all(map(_is_number, new)):
             warn_once_per_run(
                 f"the step appends a number to the list `{name}`. With pp > 1 it does so for each microbatch, here"

@@ -23,7 +23,7 @@ from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.batch import BatchRun
-from lightning_megatp.pipeline.carried import counters, lengths, warn_of_counters, warn_of_lists
+from lightning_megatp.pipeline.carried import counters, lists_on, warn_of_counters, warn_of_lists
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
@@ -33,7 +33,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
 from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.held_tensors import Buffers, Change, HeldTensors, modules_outside
-from lightning_megatp.pipeline.told.left import given, is_plain_at, packed
+from lightning_megatp.pipeline.told.left import LeftState, given
 from lightning_megatp.pipeline.told.logs import Logs, merge
 from lightning_megatp.pipeline.told.telling import (
     Facts,
@@ -47,7 +47,7 @@ from lightning_megatp.pipeline.told.telling import (
 from lightning_megatp.plan.units import modules_around, parts_of_one_stage
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.snapshots.leftovers import Attributes, Path, PlainValues
+from lightning_megatp.snapshots.leftovers import Path, PlainValues
 from lightning_megatp.tensor.random import generators_on
 from lightning_megatp.user_hooks import codes_of, mentions, stored_in
 
@@ -97,9 +97,7 @@ class LastStage:
         self._stage_of_unit, self._remote, self._run_unit = stage_of_unit, remote, run_unit
         self.stateful = False
         """Whether a step left something on the module, which then exists on the last stage only."""
-        self._before_left: dict[tuple[str, ...], Attributes] = {}
-        """On the last stage, the attributes that steps, and hooks that run there alone, have changed, by the names that
-        lead to them; and the module before that."""
+        self._left = LeftState(parallel)
         self.returned = False
         """Whether the last step returned something that exists on the last stage only."""
         self.has_loss = False
@@ -114,7 +112,7 @@ class LastStage:
         self._set_by_hooks: dict[str, nn.Module] = {}
         """Parts of units on which the module's own hooks may set some, which run on the last stage alone at times."""
         self._told = ChainMap[str, nn.Module](self.opened, self._set_by_hooks)
-        self._telling = Telling(mesh, logs, self._told, self.outside, self._set_options)
+        self._telling = Telling(mesh, logs, self._told, self.outside, self._set_options, slicer.tables)
         self._changes_tensors = False
         """Whether some step changes tensors outside of units in place, on one stage."""
         self._untold: set[Path] = set()
@@ -163,19 +161,19 @@ class LastStage:
             yield
             return
         self._changes = changes = Changes()
-        before = self._attributes()
+        before = self._left.attributes()
         plain, buffers = PlainValues(self.opened), Buffers(self.outside)
         held = HeldTensors(self.outside) if run.remote or self._changes_tensors else None
         options = options_of(self._trainer.optimizers) if self._sets_options else None
         counting = run.is_training and run.is_last_part and len(run.results.rows) > 1
         counts = self._counts(buffers) if counting else None
-        lists = lengths(self.parallel.module)
+        lengths = {name: len(x) for name, x in lists_on(self.opened).items()}
         yield
         if run.numbers is not None:
             run.numbers.warn()
         if len(run.results.rows) > 1:
-            warn_of_lists(self.parallel.module, lists, run.microbatches)
-        changes.left_state = self._note_left(before)
+            warn_of_lists(lists_on(self.opened), lengths, run.microbatches)
+        changes.left_state = self._left.note(before)
         now = PlainValues(self.opened)
         changes.values = now.changes(plain)
         objects = {path[:-1] for path in changes.values if len(path) > 2} - self._told_objects
@@ -210,7 +208,7 @@ class LastStage:
             total, weights = run.conclude()
             changes, results = self._changes, run.results
             divisor = results.loss.total_weight(weights)
-            values = pickled(changes.values, changes.tensors, changes.options)
+            values = pickled(changes.values, changes.tensors, changes.options, self.slicer.tables.changes())
             known = Facts(
                 loss=total.double(),
                 factor=results.loss.factor(weights),
@@ -276,7 +274,7 @@ class LastStage:
             self._tell_changed()
         with given(self.parallel.module, left, self.mesh.device) if left else contextlib.nullcontext():
             result = call()
-        (still,) = self._telling.share([], [float(self.mesh.is_last_stage and self._is_left())])
+        (still,) = self._telling.share([], [float(self.mesh.is_last_stage and self._left.remains())])
         self.stateful = bool(still)
         return result
 
@@ -291,45 +289,10 @@ class LastStage:
         if not self.mesh.is_last_stage:
             size, apart = self._telling.share([], [0.0, 0.0])
             return self._telling.receive_values(int(size)), bool(apart)
-        values = packed(self.parallel.module, self._left())
+        values = self._left.packed()
         self._telling.share([], [float(len(values or b"")), float(values is None)])
         self._telling.send_values(values or b"")
         return b"", values is None
-
-    def _is_left(self) -> bool:
-        """On the last stage, whether anything is left still."""
-        found = self._left()
-        self._before_left = {path: self._before_left[path] for path in found}
-        return bool(found)
-
-    def _note_left(self, before: Attributes) -> bool:
-        """On the last stage, note what has been changed there since, which other stages have not.
-
-        Returns:
-            Whether anything was.
-        """
-        paths = self._attributes().differing(before)
-        known = list(self._before_left)
-        for path in paths:
-            if not any(path[: len(other)] == other for other in known):
-                inside = [other for other in known if other[: len(path)] == path]
-                self._before_left = {k: v for k, v in self._before_left.items() if k not in inside} | {path: before}
-        return bool(paths)
-
-    def _left(self) -> list[tuple[str, ...]]:
-        """On the last stage, the attributes of the module, and of the user's own objects on it, that steps and hooks
-        there have set, and others were not told."""
-        if not self._before_left:
-            return []
-        now = self._attributes()
-        changed = [path for path, then in self._before_left.items() if now.differ_at(path, then)]
-        return [path for path in changed if not is_plain_at(self.parallel.module, path)]
-
-    def _attributes(self) -> Attributes:
-        """The attributes of the module now; without averages of weights, which hooks find in another form than
-        steps."""
-        shadows = self.parallel.shadows
-        return Attributes(self.parallel.module, frozenset() if shadows is None else shadows.slots)
 
     def _serve_hook(self) -> None:
         """While the last stage runs a hook: run the units that it calls, and learn what it did."""
@@ -350,7 +313,7 @@ class LastStage:
             RuntimeError: it changed parameters.
         """
         remote, drawing = self._remote(), seeded(shared_seed(self._trainer, hook.name), generators_on(self.mesh.device))
-        before, norms, plain = self._attributes(), self._norms(), PlainValues(self._told)
+        before, norms, plain = self._left.attributes(), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self.outside), options_of(self._trainer.optimizers)
         calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self.parallel.context.meet))
         with self.metrics.apart(counts_resets=True), self.logs.recording() as calls, drawing, calling:
@@ -364,13 +327,13 @@ class LastStage:
                 " a callback, which runs on all stages; or leave nothing there but tensors, arrays and numbers, in"
                 " lists or dicts, of 256 MiB at most, which such a hook is then given on all stages."
             )
-        self._note_left(before)
-        self.stateful = self._is_left()
+        self._left.note(before)
+        self.stateful = self._left.remains()
         logged = merge([calls], torch.ones(1, dtype=torch.float64, device=self.mesh.device))
         merged = self.aggregates.settle([calls], logged)
         now = options_of(self._trainer.optimizers)
         changes = PlainValues(self._told).changes(plain), HeldTensors(self.outside).changes(held)
-        values = pickled(*changes, now if now != options else None)
+        values = pickled(*changes, now if now != options else None, self.slicer.tables.changes())
         stop = float(self._trainer.should_stop)
         self._telling.share(merged, [float(self.stateful), float(len(values)), stop, *self.metrics.resets])
         self._telling.send_values(values)

@@ -190,7 +190,7 @@ class Plans:
         except SliceError as error:
             if kind is StepKind.TRAIN or isinstance(error, KindError):
                 raise
-            self._agree(None, str(error))
+            self._agree([], str(error))
             self._uncut.add(key)
             warn_of_turns(kind, error)
             raise _Uncut("it has no plan") from error
@@ -204,7 +204,8 @@ class Plans:
             ) from error
         for plan in plans:
             self._check_touched(plan)
-            self._agree(plan)
+        self._agree(plans)
+        for plan in plans:
             self._lend(plan)
         return plans
 
@@ -272,11 +273,11 @@ class Plans:
                 " to learn that. Its rows can't be gathered there: use zero=0."
             )
 
-    def _agree(self, plan: SlicePlan | None, why: str = "") -> None:
+    def _agree(self, plans: Sequence[SlicePlan], why: str = "") -> None:
         """All stages must have planned the same, or they would wait for messages that never come.
 
         Args:
-            plan: of this rank; None if it found that the step can't be cut.
+            plans: of this rank; none if it found that the step can't be cut.
             why: then.
 
         Raises:
@@ -284,8 +285,8 @@ class Plans:
 
         Communication: an object all-gather over pp; another one before it raises.
         """
-        if len(set(self._mesh.exchange("" if plan is None else plan.digest(), "pp"))) > 1:
-            did = self._mesh.exchange(why if plan is None else _deeds(plan), "pp")
+        if len(set(self._mesh.exchange(tuple(plan.digest() for plan in plans), "pp"))) > 1:
+            did = self._mesh.exchange([deed for plan in plans for deed in _deeds(plan)] or why, "pp")
             refused = next((f": on pp rank {i} it can't be cut ({x})" for i, x in enumerate(did) if type(x) is str), "")
             raise SliceError(
                 f"the stages planned the same batch differently{refused or _first_difference(did)}. What a step does"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.plan import Relay, SlicePlan, last_unit
+from lightning_megatp.pipeline.slicing.plan import Key, Relay, SlicePlan, last_unit
 from lightning_megatp.pipeline.slicing.running import Taken
 
 
@@ -113,9 +113,9 @@ class WholeLoss:
 
     def forget_taken(self, microbatch: int, stage: int) -> None:
         """Let go of what a stage's operations take of a microbatch, hidden states; and of what comes after blocks."""
-        operations, taken = self.plan.operations[: last_unit(self.plan.operations) + 1], self._taken[microbatch]
-        early = {i for i, operation in enumerate(operations) if operation.stage != stage}
-        self._taken[microbatch] = {key: x for key, x in taken.items() if key[0] in early}
+        operations, end = self.plan.operations, last_unit(self.plan.operations)
+        early = {n for i, n in self.plan.numbers.items() if i <= end and operations[i].stage != stage}
+        self._taken[microbatch] = {key: x for key, x in self._taken[microbatch].items() if key[0] in early}
 
     def compare_taken(self) -> None:
         """After the tail: say what blocks take of microbatches that is not the batch's. What every stage computes, on
@@ -130,10 +130,11 @@ class WholeLoss:
         if len(self._taken) <= len(self.parts):
             return  # the tail was not run
         *parts, of_batch = self._taken
+        operations = [self.plan.operations[i] for i in self.plan.numbers]
         rounds = {1, *(relay.rounds for relay in self.plan.relays[-1] if relay.rounds)}
-        for (index, position), x in of_batch.items():
-            each = [part[index, position] for part in parts if (index, position) in part]
-            operation = self.plan.operations[index]
+        for (number, position), x in of_batch.items():
+            each = [part[number, position] for part in parts if (number, position) in part]
+            operation = operations[number]
             if (
                 len(each) == len(parts)
                 and operation.stage != self.plan.n_stages - 1
@@ -205,8 +206,12 @@ def has_order(batch: Any, microbatches: Sequence[Any]) -> bool:
 def _shape(plan: SlicePlan) -> Any:
     """What has to be the same for a microbatch and for the batch."""
     tail = plan.n_stages - 1
-    early = [(x.name, x.stage, x.outputs) for x in plan.operations if x.stage is not None and x.stage < tail]
-    return early, [(relay.key, relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
+
+    def of_stages(key: Key | None) -> Any:
+        return None if key is None else (plan.numbers.get(key.operation), key.output)
+
+    early = [(x.name, x.stage, *map(of_stages, x.outputs)) for x in plan.operations if x.stage not in (None, tail)]
+    return early, [(of_stages(relay.key), relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
 
 
 def _by_rounds(rounds: int, parts: Sequence[Tensor], dim: int) -> Tensor:

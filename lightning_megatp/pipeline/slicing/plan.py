@@ -259,6 +259,13 @@ class SlicePlan:
         )
 
     @functools.cached_property
+    def numbers(self) -> dict[int, int]:
+        """The operations of stages by their indices, numbered: alike where a step finds a table and where it makes
+        one."""
+        of_stages = (i for i, operation in enumerate(self.operations) if operation.stage is not None)
+        return {index: number for number, index in enumerate(of_stages)}
+
+    @functools.cached_property
     def early_reads(self) -> tuple[Read, ...]:
         """The reads while stages still depend on each other: another batch of the same shapes may need another plan."""
         last = self.script(None).last

@@ -53,7 +53,8 @@ from lightning_megatp.tensor.deferred import DeferredWeights
 from lightning_megatp.tensor.functions import REFLECTED, asks_gradient, one_by_one, operation_name, unreflected
 
 Taken = dict[tuple[int, int], Tensor]
-"""By the operation that takes it, and its position there: among the tensors, or (negative) the Python numbers."""
+"""By the operation that takes it (`SlicePlan.numbers`), and its position there: among the tensors, or (negative) the
+Python numbers."""
 
 
 class StageMode(TorchFunctionMode):
@@ -146,15 +147,16 @@ class StageMode(TorchFunctionMode):
         """But for what is made of weights, which is the same for all microbatches, and may be gone after a step."""
         if self._taken is None or instruction.operation.stage is None:
             return
+        number = self._plan.numbers[self._index]
         is_unit = isinstance(instruction.operation.what, str)  # others take indices, too, that go by the rows there are
         with DisableTorchFunction():
             for position, x in enumerate(tensors_in(args, kwargs)):
                 of_weights = x.requires_grad or is_of_parameter(x)
                 if (is_unit or x.is_floating_point()) and not (of_weights or is_fake(x)):
-                    self._taken[self._index, position] = x.detach()
-            numbers = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float)] if is_unit else []
-            for position, number in enumerate(numbers):
-                self._taken[self._index, -1 - position] = torch.tensor(number)
+                    self._taken[number, position] = x.detach()
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, float)] if is_unit else []
+            for position, value in enumerate(given):
+                self._taken[number, -1 - position] = torch.tensor(value)
 
     def unit(
         self, name: str, stage: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -37,7 +37,7 @@ from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode, Taken
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
-from lightning_megatp.pipeline.slicing.state.tables import Tables
+from lightning_megatp.pipeline.slicing.state.tables import Left, Tables
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
 from lightning_megatp.random_states import host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
@@ -95,7 +95,8 @@ class Slicer:
         self._before_rehearsals: Snapshot | None = None
         self._values_before: list[FirstValues] = []
         """Before rehearsals that changed tensors in place, of one batch."""
-        self._tables = Tables()
+        self.tables = Tables()
+        """What steps make once for all later ones."""
         self._dry_runs = DryRuns(self._around, n_stages - tail, None, self._deciding)
         if tail:
             self._dry_runs = DryRuns(self._around, n_stages, self._dry_runs, self._deciding)
@@ -149,15 +150,20 @@ class Slicer:
         before = state_before(self.module)
         for plain in (False, True) if is_first and left.are_tables else ():
             left.put(plain)
-            plan = self._planned_from_here(step, batch, before, seed, makes_nothing=True)
-            if plan is not None:
+            found = self._planned_from_here(step, batch, before, seed)
+            if found is not None and not found[1].any:
+                plan, again = found
+                left.leave_out(again)
                 left.put(plain)
-                self._tables.note(plan, left)
+                self.tables.note(plan, left, first)
                 self._before_rehearsals = None  # none was a success
                 return [plan, first]
+        if left.are_tables:
+            self.tables.note_places(left, first)
         if not self._follows:
-            after = self._planned_from_here(step, batch, before, seed) if left.put_everything() else None
-            self._follows = after is None or after.digest() != first.digest()
+            left.put_everything()
+            found = self._planned_from_here(step, batch, before, seed)
+            self._follows = found is None or found[0].digest() != first.digest()
         return [first]
 
     def plan_with_tail(self, like: SlicePlan, step: Step, batch: Any, seed: int = 0) -> SlicePlan:
@@ -171,22 +177,18 @@ class Slicer:
         """
         return DryRuns(self._around, like.n_stages + 1, None, self._deciding).with_tail(like, step, batch, seed)
 
-    def _planned_from_here(
-        self, step: Step, batch: Any, before: Snapshot, seed: int, makes_nothing: bool = False
-    ) -> SlicePlan | None:
-        """The plan of a step that finds what one has left, which is then undone; None if it is lost in that.
+    def _planned_from_here(self, step: Step, batch: Any, before: Snapshot, seed: int) -> tuple[SlicePlan, Left] | None:
+        """The plan of a step that finds what one has left, and what it leaves itself; None if it is lost in that.
 
         Args:
             before: to be restored.
-            makes_nothing: ask for one that leaves no more of it.
         """
         try:
-            plan, left = self._dry_runs.run(step, batch, seed)
+            return self._dry_runs.run(step, batch, seed)
         except SliceError:  # it takes what has no data
             return None
         finally:
             before.restore()
-        return None if makes_nothing and left.any else plan
 
     def run(
         self,
@@ -347,7 +349,7 @@ class Slicer:
 
     def _is_rehearsed_to_the_end(self, plan: SlicePlan) -> bool:
         follows = self._follows or bool(plan.changed_alike and plan.early_reads)
-        return plan.varies or plan.effects.draws_on_host or follows or not self._tables.are_those_of(plan)
+        return plan.varies or plan.effects.draws_on_host or follows or not self.tables.are_those_of(plan)
 
     def _fits(self, plan: SlicePlan, mode: Rehearsal, step: Step, batch: Any, seed: int) -> bool:
         if not (plan.early_reads or self._is_rehearsed_to_the_end(plan)):
@@ -372,7 +374,7 @@ class Slicer:
             return False
         except Exception:
             return True  # it will fail where it is run
-        self._tables.note_if_unchanged(plan, before)
+        self.tables.note_if_unchanged(plan, before)
         return True
 
     @contextlib.contextmanager

@@ -13,7 +13,57 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.snapshots.leftovers import CONTAINERS, is_plain
+from lightning_megatp.module import ParallelModule
+from lightning_megatp.snapshots.leftovers import CONTAINERS, Attributes, is_plain
+
+
+class LeftState:
+    """On the last stage, what steps, and hooks that run there alone, have left on the module: attributes of it, and of
+    the user's own objects on it, that others were not told.
+
+    Args:
+        parallel: the module.
+    """
+
+    def __init__(self, parallel: ParallelModule) -> None:
+        self._parallel = parallel
+        self._before: dict[tuple[str, ...], Attributes] = {}
+        """What has changed, by the names that lead to it; and the module before that."""
+
+    def attributes(self) -> Attributes:
+        """Those of the module now; without averages of weights, which hooks find in another form than steps."""
+        shadows = self._parallel.shadows
+        return Attributes(self._parallel.module, frozenset() if shadows is None else shadows.slots)
+
+    def note(self, before: Attributes) -> bool:
+        """Note what has been changed since.
+
+        Returns:
+            Whether anything was.
+        """
+        paths = self.attributes().differing(before)
+        known = list(self._before)
+        for path in paths:
+            if not any(path[: len(other)] == other for other in known):
+                inside = [other for other in known if other[: len(path)] == path]
+                self._before = {k: v for k, v in self._before.items() if k not in inside} | {path: before}
+        return bool(paths)
+
+    def remains(self) -> bool:
+        """Whether anything is left still. What is not is forgotten."""
+        self._before = {path: self._before[path] for path in self._paths()}
+        return bool(self._before)
+
+    def packed(self) -> bytes | None:
+        """What is left, to be sent; see `packed`."""
+        return packed(self._parallel.module, self._paths())
+
+    def _paths(self) -> list[tuple[str, ...]]:
+        if not self._before:
+            return []
+        now = self.attributes()
+        changed = [path for path, then in self._before.items() if now.differ_at(path, then)]
+        return [path for path in changed if not _is_plain_at(self._parallel.module, path)]
 
 
 def packed(module: nn.Module, paths: Iterable[tuple[str, ...]]) -> bytes | None:
@@ -70,7 +120,7 @@ def _held(module: nn.Module, path: tuple[str, ...]) -> dict[str, Any]:
     return getattr(holder, "__dict__", {})
 
 
-def is_plain_at(module: nn.Module, path: tuple[str, ...]) -> bool:
+def _is_plain_at(module: nn.Module, path: tuple[str, ...]) -> bool:
     """Whether a number or the like, or containers of such, are there."""
     held = _held(module, path)
     return path[-1] in held and is_plain(held[path[-1]])

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.mesh import ParallelMesh, on_cpu
+from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.pipeline.told.held_tensors import Change, adopt
 from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.snapshots.leftovers import PlainValues
@@ -68,6 +69,7 @@ class Telling:
         opened: the modules around the units, by name, whose Python values are told.
         outside: the modules in no unit, by name, whose tensors are told.
         set_options: takes those of the optimizers' groups.
+        tables: which steps keep, outside of units.
     """
 
     def __init__(
@@ -77,9 +79,10 @@ class Telling:
         opened: Mapping[str, nn.Module],
         outside: Mapping[str, nn.Module],
         set_options: Callable[[Options], None],
+        tables: Tables,
     ) -> None:
         self._mesh, self._logs, self._opened, self._outside = mesh, logs, opened, outside
-        self._set_options = set_options
+        self._set_options, self._tables = set_options, tables
 
     def share(self, calls: Sequence[Call], facts: Sequence[float | Tensor]) -> list[float]:
         """Log everywhere what the last stage logged, and return its facts.
@@ -116,8 +119,9 @@ class Telling:
         """Set what `send_values` sent. The names of numbers that were others here."""
         if not size:
             return []
-        values, tensors, options = pickle.loads(self.receive_values(size))
+        values, tensors, options, tables = pickle.loads(self.receive_values(size))
         self._set_options(options)
+        self._tables.adopt(tables, self._mesh.device)
         adopt(self._outside, tensors, self._mesh.device)
         return PlainValues(self._opened).adopt(values)
 
@@ -134,10 +138,15 @@ class Telling:
 
 
 def pickled(
-    values: Mapping[Any, bytes], tensors: Mapping[Any, Change] | None = None, options: Options | None = None
+    values: Mapping[Any, bytes],
+    tensors: Mapping[Any, Change] | None = None,
+    options: Options | None = None,
+    tables: Mapping[int, Any] | None = None,
 ) -> bytes:
-    """Python values, tensors, and options of optimizers that a step or a hook has set; empty if there are none."""
-    return pickle.dumps((values, tensors or {}, options or [])) if values or tensors or options else b""
+    """Python values, tensors, options of optimizers and tables that a step or a hook has set; empty if there are
+    none."""
+    told = values, tensors or {}, options or [], on_cpu(tables or {})
+    return pickle.dumps(told) if any(told) else b""
 
 
 def options_of(optimizers: Iterable[Optimizer]) -> Options:

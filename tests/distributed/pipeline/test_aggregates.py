@@ -80,30 +80,43 @@ def test_a_batch_counts_once(microbatches: int) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+class History:
+    def __init__(self) -> None:
+        self.kept = list[Tensor]()
+
+
 class Listed(Masked):
-    def __init__(self, rows: bool) -> None:
+    """Args:
+    rows: what it appends has a row for each sample; else it is a loss.
+    on_object: the list is that of an object.
+    """
+
+    def __init__(self, rows: bool, on_object: bool) -> None:
         super().__init__()
-        self.kept_rows, self.kept = rows, list[Tensor]()
+        self.kept_rows, self.history, self.kept = rows, History(), list[Tensor]()
+        self.on_object = on_object
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         loss = self.loss(batch)
-        self.kept.append(batch[0].double().mean(1) if self.kept_rows else loss)
+        kept = self.history.kept if self.on_object else self.kept
+        kept.append(batch[0].double().mean(1) if self.kept_rows else loss)
         self.log("loss", loss)
 
 
-def said(layout: Layout, rows: bool) -> list[str]:
+def said(layout: Layout, rows: bool, on_object: bool = False) -> list[str]:
     x, y = torch.randint(20, (2, 8, 6))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(layout, strategy={"plan": "auto"})
-        trainer.validate(Listed(rows), DataLoader(TensorDataset(x, y), batch_size=4), verbose=False)
+        trainer.validate(Listed(rows, on_object), DataLoader(TensorDataset(x, y), batch_size=4), verbose=False)
     return [str(x.message) for x in caught if "appends a number" in str(x.message)]
 
 
 def test_losses_in_a_list_are_those_of_microbatches_which_is_said() -> None:
     layout = Layout(pp=2, microbatches=2)
-    last, _ = run_program(layout, said, False)
-    assert any("the list `kept`" in text and "here 2 times a batch" in text for text in last)
+    for on_object, name in ((False, "kept"), (True, "history.kept")):
+        last, _ = run_program(layout, said, False, on_object)
+        assert any(f"the list `{name}`" in text and "here 2 times a batch" in text for text in last)
     assert run_program(layout, said, True) == [[], []], "of rows there are as many as on one device"
 
 

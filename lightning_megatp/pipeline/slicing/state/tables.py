@@ -2,16 +2,23 @@
 
 `if self.mask is None: self.mask = make(n)` does other operations in the first step than in the next one, which in a
 pipeline is the next microbatch. A table that depends on shapes alone may as well be there before the first.
+
+A table of another length takes its place where a step comes to it, which earlier stages may have left by then. So these
+are told what the last stage finds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
+from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.torch import tree_map
+from lightning_megatp.snapshots.leftovers import Path
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 
 if TYPE_CHECKING:
@@ -25,6 +32,10 @@ class _Entry(NamedTuple):
     holder: dict[Any, Any]
     key: Any
     value: Any
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        return id(self.holder), self.key
 
 
 def _tensors_of(value: Any) -> list[Tensor]:
@@ -43,24 +54,40 @@ class Left:
     """
 
     def __init__(self, module: nn.Module, snapshot: Snapshot, values: Iterable[Value], asks_batch: bool) -> None:
-        left = {id(value.tensor): value for value in values if value.stage is None}
-        self.any = bool(left)
-        self._changes = snapshot.changes() if left else None
+        self._values = {id(value.tensor): value for value in values if value.stage is None}
+        self.any = bool(self._values)
+        self._changes = snapshot.changes()
         self._buffers_of = {id(child.__dict__): child.__dict__["_buffers"] for child in module.modules()}
-        self._entries = {plain: self._entries_with(left, plain) for plain in (False, True)}
-        constant = all(value.constant and not value.tensor.requires_grad for value in left.values())
-        complete = {id(x) for entry in self.entries for x in _tensors_of(entry.value)} == set(left)
+        self._counts: set[tuple[int, Any]] = set()
+        constant = all(value.constant and not value.tensor.requires_grad for value in self._values.values())
+        complete = {id(x) for entry in self.entries for x in _tensors_of(entry.value)} == self._values.keys()
         self.are_tables = self.any and complete and constant and not asks_batch
         """Whether it depends neither on the batch, nor on chance, nor on what is trained; `put` finds its places."""
 
     @property
     def entries(self) -> list[_Entry]:
         """Attributes and entries of dicts that hold the tensors, or tuples of them."""
-        return self._entries[False]
+        return self._entries(self._values, plain=False)
 
-    def _entries_with(self, tensors: Collection[int], plain: bool) -> list[_Entry]:
-        """With `plain` also the numbers and the like that changed beside them."""
-        dicts = [(holder, new) for holder, new in self._changes or () if isinstance(holder, dict)]
+    @property
+    def beside(self) -> list[_Entry]:
+        """The numbers and the like that changed beside them (a table's length)."""
+        around = self._entries(self._values, plain=True)
+        return [entry for entry in around if type(entry.value) in PLAIN]
+
+    def late(self, plan: SlicePlan) -> list[_Entry]:
+        """Those of both to which not every stage comes.
+
+        Args:
+            plan: of the step that left them.
+        """
+        reached = min((plan.script(stage).last for stage in range(plan.n_stages - 1)), default=len(plan.operations))
+        made_at = {key: value.made_at for key, value in self._values.items()}
+        return self._entries([key for key, at in made_at.items() if at is None or at.operation > reached], plain=True)
+
+    def _entries(self, tensors: Collection[int], plain: bool) -> list[_Entry]:
+        """Those of some tensors, with `plain` also what is beside."""
+        dicts = [(holder, new) for holder, new in self._changes if isinstance(holder, dict)]
 
         def has(value: Any) -> bool:
             held = _tensors_of(value)
@@ -74,27 +101,35 @@ class Left:
             or id(self._buffers_of.get(id(holder))) in having
             or any(id(value) in having for value in holder.values())
             for key, x in new.items()
-            if has(x) or (plain and type(x) in PLAIN)
+            if has(x) or (plain and type(x) in PLAIN and (id(holder), key) not in self._counts)
         ]
 
     def put(self, plain: bool) -> None:
         """Put it where the step had put it.
 
         Args:
-            plain: with the numbers and the like that it set beside (a table's length).
+            plain: with what it set beside.
         """
-        for holder, key, value in self._entries[plain]:
+        for holder, key, value in self._entries(self._values, plain):
             holder[key] = value
 
-    def put_everything(self) -> bool:
-        """Put also there what has no data, and all else that the step has changed; False if it can't be done."""
-        for holder, new in self._changes or ():
+    def leave_out(self, again: Left) -> None:
+        """Leave out of what is beside the numbers that are others after a step that found the rest: these count
+        calls."""
+        since = {id(holder): new for holder, new in again._changes if isinstance(holder, dict)}
+        for holder, new in self._changes:
+            if isinstance(holder, dict):
+                later = since.get(id(holder), {})
+                self._counts |= {(id(holder), key) for key, x in new.items() if not _is_same(later.get(key, x), x)}
+
+    def put_everything(self) -> None:
+        """Put also there what has no data, and all else that the step has changed."""
+        for holder, new in self._changes:
             if isinstance(holder, (dict, set)):
                 holder.update(new)
             else:
                 holder.clear()
                 holder.extend(new)
-        return self._changes is not None
 
 
 class Tables:
@@ -103,12 +138,28 @@ class Tables:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], _Entry] = {}
+        self._beside: set[tuple[int, Any]] = set()
+        """Where steps keep what tables are for."""
+        self._late: dict[tuple[int, Any], _Entry] = {}
+        """Where steps leave tables, and numbers beside them, that not every stage comes to; and what all have there."""
         self._found: dict[int, tuple[SlicePlan, list[Any]]] = {}
 
-    def note(self, plan: SlicePlan, left: Left) -> None:
-        """A plan of a step that found what another had left."""
-        self._places.update({(id(entry.holder), entry.key): entry for entry in left.entries})
+    def note(self, plan: SlicePlan, left: Left, maker: SlicePlan) -> None:
+        """A plan of a step that found what another had left, which is there now.
+
+        Args:
+            maker: the plan of that.
+        """
+        self.note_places(left, maker)
         self._found[id(plan)] = plan, self._held()
+
+    def note_places(self, left: Left, maker: SlicePlan) -> None:
+        """A step of this plan leaves tables. They may be there by now."""
+        self._places.update((entry.place, entry) for entry in left.entries)
+        self._beside.update(entry.place for entry in left.beside)
+        for entry in left.late(maker):
+            is_there = _is_same(entry.holder.get(entry.key), entry.value)
+            self._late[entry.place] = entry if is_there else entry._replace(value=_UNKNOWN)
 
     def note_if_unchanged(self, plan: SlicePlan, before: Snapshot) -> None:
         """A plan has been tried and fits, from that moment on."""
@@ -124,5 +175,40 @@ class Tables:
         held = self._held()
         return len(found) == len(held) and all(x is y for x, y in zip(found, held, strict=True))
 
+    def lengths_among(self, values: Mapping[Path, bytes], modules: Mapping[str, nn.Module]) -> dict[Path, bytes]:
+        """Of Python values that a stage has set on modules, those that say what its tables are for."""
+        early = self._beside - self._late.keys()
+        places = {path: (id(vars(modules[path[0]])), path[1]) for path in values if len(path) == 2}
+        return {path: values[path] for path, place in places.items() if place in early}
+
+    def changes(self) -> dict[int, Any]:
+        """On the last stage: what is now in places to which not every stage comes, and was not when this was asked
+        last; by the number of the place. The others are to `adopt` it."""
+        found = {}
+        for number, (place, entry) in enumerate(self._late.items()):
+            held = entry.holder.get(entry.key)
+            if _is_same(held, entry.value):
+                continue
+            self._late[place] = entry._replace(value=held)
+            tensors = _tensors_of(held)
+            if type(held) in PLAIN or (tensors and not any(map(is_fake, tensors))):
+                found[number] = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, held)
+        return found
+
+    def adopt(self, changes: Mapping[int, Any], device: torch.device) -> None:
+        """On another stage, which has made the same plans."""
+        places = list(self._late) if changes else []
+        for number, value in changes.items():
+            entry = self._late[places[number]]
+            entry.holder[entry.key] = mine = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+            self._late[entry.place] = entry._replace(value=mine)
+
     def _held(self) -> list[Any]:
         return [entry.holder.get(entry.key) for entry in self._places.values()]
+
+
+_UNKNOWN = object()
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x is y or (type(x) is type(y) and type(x) in PLAIN and x == y)
