@@ -104,11 +104,11 @@ class LastStage:
         """Whether the last step returned a loss."""
         self.went_on = False
         """Whether the last batch, which the last stage ran by itself, could not have been cut."""
-        around = modules_around(stage_of_unit)
-        self.opened = {name: parallel.module.get_submodule(name) for name in around}
-        """The modules whose Python values the last stage tells: those that run on every stage, and those on which steps
-        set some when earlier stages have left."""
         self.outside = modules_outside(parallel.module, stage_of_unit)
+        self.opened = dict(self.outside)
+        """The modules whose Python values the last stage tells: those in no unit, which any stage may read, and those
+        on which steps set some when earlier stages have left."""
+        self._around = frozenset(modules_around(stage_of_unit))
         self._set_by_hooks: dict[str, nn.Module] = {}
         """Parts of units on which the module's own hooks may set some, which run on the last stage alone at times."""
         self._told = ChainMap[str, nn.Module](self.opened, self._set_by_hooks)
@@ -229,7 +229,8 @@ class LastStage:
             if facts.again:
                 return None
             total = facts.loss_on(self.mesh.device)
-            self._telling.warn_late(self._telling.adopt(int(facts.set_values)))
+            late = self._telling.adopt(int(facts.set_values))
+            self._telling.warn_late([path for path in late if path[0] in self._around])
             self._stop_if(facts.stop)
         self.went_on, self.has_loss = bool(facts.goes_on), bool(facts.has_loss)
         self.stateful, self.returned = self.stateful or bool(facts.left_state), bool(facts.returns_more)

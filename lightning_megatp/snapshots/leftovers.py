@@ -116,7 +116,7 @@ Path = tuple[str, ...]
 """A module's name, then names of attributes: ("", "schedule", "stretch") is `module.schedule.stretch`."""
 
 
-def _name(path: Path) -> str:
+def name_of(path: Path) -> str:
     """For messages."""
     return ".".join(part for part in path if part)
 
@@ -151,7 +151,7 @@ class PlainValues:
         changes = self.changes(earlier).items()
         pairs = [(path, earlier._values.get(path), now) for path, now in changes if len(now) < _MOST_OF_A_NUMBER]
         values = [(path, pickle.loads(was), pickle.loads(now)) for path, was, now in pairs if was is not None]
-        return [_name(path) for path, was, now in values if type(was) is type(now) is int and now - was == steps]
+        return [name_of(path) for path, was, now in values if type(was) is type(now) is int and now - was == steps]
 
     def reals_set(self, earlier: PlainValues) -> list[str]:
         """The names of real numbers, and of dicts of such, that were others earlier."""
@@ -160,14 +160,14 @@ class PlainValues:
             was = earlier._values.get(path)
             both = [] if was is None else [pickle.loads(was), pickle.loads(now)]
             if both and (all(type(x) is float for x in both) or all(map(_holds_reals, both))):
-                found.append(_name(path))
+                found.append(name_of(path))
         return found
 
-    def adopt(self, changes: Mapping[Path, bytes]) -> list[str]:
+    def adopt(self, changes: Mapping[Path, bytes]) -> list[Path]:
         """Set what was changed elsewhere.
 
         Returns:
-            The names of numbers and the like that were others here.
+            Where numbers and the like were others here.
         """
         differed = []
         for path, pickled in changes.items():
@@ -176,7 +176,7 @@ class PlainValues:
                 continue
             value = pickle.loads(pickled)
             if mine is not None and not isinstance(value, CONTAINERS):
-                differed.append(_name(path))
+                differed.append(path)
             _set(self._modules[path[0]], path[1:], value)
         return differed
 

@@ -17,7 +17,7 @@ from lightning_megatp.mesh import ParallelMesh, on_cpu
 from lightning_megatp.pipeline.slicing.state.tables import Tables
 from lightning_megatp.pipeline.told.held_tensors import Change, adopt
 from lightning_megatp.pipeline.told.logs import Call, Logs
-from lightning_megatp.snapshots.leftovers import PlainValues
+from lightning_megatp.snapshots.leftovers import Path, PlainValues, name_of
 
 Options = list[list[dict[str, Any]]]
 """The options of optimizers, group by group, without tensors and what belongs to parameters."""
@@ -115,8 +115,8 @@ class Telling:
         dist.broadcast(row, src=self._mesh.ranks("pp")[0], group=self._mesh.hosts("pp"))
         return row.numpy().tobytes()
 
-    def adopt(self, size: int) -> list[str]:
-        """Set what `send_values` sent. The names of numbers that were others here."""
+    def adopt(self, size: int) -> list[Path]:
+        """Set what `send_values` sent. Where numbers were others here."""
         if not size:
             return []
         values, tensors, options, tables = pickle.loads(self.receive_values(size))
@@ -125,14 +125,14 @@ class Telling:
         adopt(self._outside, tensors, self._mesh.device)
         return PlainValues(self._opened).adopt(values)
 
-    def warn_late(self, names: Sequence[str]) -> None:
+    def warn_late(self, paths: Sequence[Path]) -> None:
         """Warn of values that a step sets and others read. One of the ranks that notice does so: global rank 0, which
         says everything else, has the values in time."""
         if [self._mesh.rank(axis) for axis in ("pp", "dp", "tp")] == [1, 0, 0]:
-            for name in names:
+            for path in paths:
                 warnings.warn(
-                    f"MegaTPStrategy: the step sets `{name}`, which other pipeline stages than the last learn after the"
-                    " batch: in the microbatches of one batch, they find the value from before it.",
+                    f"MegaTPStrategy: the step sets `{name_of(path)}`, which other pipeline stages than the last learn"
+                    " after the batch: in the microbatches of one batch, they find the value from before it.",
                     stacklevel=2,
                 )
 

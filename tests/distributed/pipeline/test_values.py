@@ -149,6 +149,51 @@ def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_ha
         assert len(told) == 1 and wanted in told[0]
 
 
+class Level(nn.Module):
+    """A number, and what it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.level
+
+
+class Anneals(GPT):
+    """Scales early, in a module that is in no block, by a number that it sets at the end of its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Level()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.scale(self.tok(batch[0]))
+        for block in self.blocks:
+            h = block(h)
+        loss = F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), batch[1].flatten())
+        self.scale.level *= 0.8
+        return loss
+
+
+def _annealing(layout: Layout) -> tuple[list[float], float, list[str]]:
+    torch.manual_seed(3)
+    losses, module = Losses(), Anneals()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer(layout, callbacks=[losses]).fit(module, DataLoader(tokens(12), batch_size=4))
+    return losses.seen, module.scale.level, [str(x.message) for x in said if "`scale.level`" in str(x.message)]
+
+
+def test_a_number_on_a_module_beside_the_blocks_is_told() -> None:
+    ((losses, level, _),) = run_program(PLAIN, _annealing)
+    for seen, found, told in run_program(Layout(pp=2, microbatches=1), _annealing):
+        assert seen == pytest.approx(losses, rel=1e-9)
+        assert (found, told) == (level, [])
+    last, _ = run_program(Layout(pp=2, microbatches=2), _annealing)
+    assert any("another number in each microbatch" in text for text in last[2])
+
+
 class Centred(GPT):
     """Its loss goes by a moving average of what comes out, as a teacher's centre, or by a table."""
 
