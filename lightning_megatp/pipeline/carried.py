@@ -96,6 +96,21 @@ def counters(now: PlainValues, before: PlainValues, microbatches: Sequence[Any])
     return [] if sum(batch_size(x) or 0 for x in microbatches) == n else now.risen_by(n, before)
 
 
+class Twice:
+    """What has risen by the number of microbatches in the first two batches: a longest sequence may do so in one."""
+
+    def __init__(self) -> None:
+        self._first: set[str] | None = None
+        self.wanted = True
+        """Whether there was no second batch yet."""
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """Those of a batch that the batch before had, too; in the second one."""
+        first, self._first = self._first, set(names)
+        self.wanted = first is None
+        return [name for name in names if name in (first or ())]
+
+
 def warn_of_counters(names: Sequence[str], n: int) -> None:
     """Warn of `counters`, in so many microbatches."""
     for name in names[:1]:

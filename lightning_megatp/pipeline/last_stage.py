@@ -23,7 +23,7 @@ from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.rows import own_part
 from lightning_megatp.pipeline.batch import BatchRun
-from lightning_megatp.pipeline.carried import counters, lists_on, warn_of_counters, warn_of_lists
+from lightning_megatp.pipeline.carried import Twice, counters, lists_on, warn_of_counters, warn_of_lists
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
@@ -120,9 +120,7 @@ class LastStage:
         self._told_objects = set[Path]()
         """The user's own objects whose tensors the other stages were told, when a step first set a plain value there:
         it may say that they are filled."""
-        self._counted: set[str] | None = None
-        """Numbers that rose in the first batch as if a step counted its calls in them."""
-        self._looked_for_counters = False
+        self._counted = Twice()
         self._sets_options = False
         """Whether the module's code has to do with the options of optimizers, which a step may set."""
         self._hooks: list[Detour] = []
@@ -192,7 +190,7 @@ class LastStage:
         if counts is not None:
             n, later = len(run.microbatches), self._counts(Buffers(self.outside)) or {}
             risen = [name for name, x in counts.items() if later.get(name, x) - x == n]
-            self._note_counted([*counters(now, plain, run.microbatches), *risen], n)
+            warn_of_counters(self._counted.of([*counters(now, plain, run.microbatches), *risen]), n)
 
     def conclude(self, run: BatchRun) -> tuple[Tensor, float] | None:
         """Tell what only the last stage knows: the loss, the factor that makes the weights add up to 1, the logs, and
@@ -238,18 +236,10 @@ class LastStage:
 
     def _counts(self, buffers: Buffers) -> dict[str, float] | None:
         """Numbers that a step may count in, in the first two batches: buffers, attributes of optimizers."""
-        if self._looked_for_counters:
+        if not self._counted.wanted:
             return None
         optimizers = {f"optimizer.{name}": x for o in self._trainer.optimizers for name, x in vars(o).items()}
         return buffers.numbers() | {name: x for name, x in optimizers.items() if type(x) is int}
-
-    def _note_counted(self, names: Sequence[str], n: int) -> None:
-        """Warn of what has risen by the number of microbatches twice: the longest sequence so far may do so once."""
-        if self._counted is None:
-            self._counted = set(names)
-        else:
-            self._looked_for_counters = True
-            warn_of_counters([name for name in names if name in self._counted], n)
 
     def _run_hook(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run one of the user's hooks: on all stages, or if steps left or returned something that exists on the last

@@ -7,7 +7,7 @@ import functools
 import numbers
 import pickle
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -112,13 +112,14 @@ def _is_searched(kind: type) -> bool:
     return not opaque and not is_frameworks(kind, *_NOT_SEARCHED)
 
 
-Path = tuple[str, ...]
-"""A module's name, then names of attributes: ("", "schedule", "stretch") is `module.schedule.stretch`."""
+Path = tuple[Any, ...]
+"""A module's name, then names of attributes, keys and indices: ("", "schedules", 0, "stretch") is
+`module.schedules[0].stretch`."""
 
 
 def name_of(path: Path) -> str:
     """For messages."""
-    return ".".join(part for part in path if part)
+    return ".".join(str(part) for part in path if part != "")
 
 
 def _holds_reals(x: Any) -> bool:
@@ -129,7 +130,7 @@ class PlainValues:
     """The Python values on some modules at one moment: numbers, strings, None, and containers of nothing else.
 
     Other stages may need them in their part of the next step (a counter, a temperature), and they are small. The user's
-    own objects are looked into.
+    own objects are looked into, and so are lists and dicts that hold other things beside.
 
     Args:
         modules: by name; what their submodules hold is not looked at.
@@ -140,7 +141,8 @@ class PlainValues:
         self._seen: set[int] = set()
         self._values: dict[Path, bytes] = {}
         for name, module in modules.items():
-            self._values.update(self._plain((name,), vars(module), _OF_MODULES))
+            own = {key: x for key, x in vars(module).items() if key not in _OF_MODULES}
+            self._values.update(self._plain((name,), own))
 
     def changes(self, earlier: PlainValues) -> dict[Path, bytes]:
         """What was set since, pickled; what was removed stays."""
@@ -186,18 +188,29 @@ class PlainValues:
         now.adopt({path: value for path, value in self._values.items() if now._values.get(path) != value})
         return now.changes(self)
 
-    def _plain(self, path: Path, holder: dict[str, Any], left_out: Iterable[str] = ()) -> Iterator[tuple[Path, bytes]]:
-        for name, value in holder.items():
-            if name in left_out:
-                continue
+    def _plain(self, path: Path, holder: Any) -> Iterator[tuple[Path, bytes]]:
+        fixed = isinstance(holder, tuple)  # as long as it is the same, so are plain values in it
+        for name, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
             if is_plain(value):
-                with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
-                    yield (*path, name), pickle.dumps(value)
-            elif is_own_object(value) and id(value) not in self._seen:
+                if not fixed:
+                    with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
+                        yield (*path, name), pickle.dumps(value)
+            elif (inside := _opened(value)) is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
-                yield from self._plain((*path, name), value.__dict__)
+                yield from self._plain((*path, name), inside)
 
 
+def _opened(value: Any) -> Any:
+    """What is looked into: the attributes of an object of the user's, the entries of a list or a dict of not too many;
+    None for all else."""
+    if isinstance(value, (list, tuple, dict)):
+        by_name = not isinstance(value, dict) or all(type(key) in (str, int) for key in value)
+        return value if _length(value) <= _OPENED and by_name else None
+    return vars(value) if is_own_object(value) else None
+
+
+_OPENED = 100
+"""Entries of the largest list or dict that is looked into."""
 _MOST_OF_A_NUMBER = 64
 """Bytes of one that is pickled."""
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -233,13 +246,24 @@ def is_own_object(value: Any) -> bool:
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:
-    """Set an attribute; a container is filled anew, so that whoever else holds it sees the same."""
+    """Set an attribute or an entry, where what holds it is there; a container is filled anew, so that whoever else
+    holds it sees the same."""
     *outer, name = path
-    for part in outer:
-        holder = getattr(holder, part)
-    held = holder.__dict__.get(name)
+    try:
+        for part in outer:
+            holder = _entries_of(holder)[part]
+        entries = _entries_of(holder)
+        held = entries[name] if isinstance(entries, list) else entries.get(name)
+    except (KeyError, IndexError):  # it was made where the value was set
+        return
     if type(held) is type(value) and isinstance(value, (dict, list, set, deque)):
         held.clear()
         (held.extend if isinstance(value, (list, deque)) else held.update)(value)
+    elif entries is holder:
+        entries[name] = value
     else:
         setattr(holder, name, value)
+
+
+def _entries_of(holder: Any) -> Any:
+    return holder if isinstance(holder, (list, tuple, dict)) else vars(holder)

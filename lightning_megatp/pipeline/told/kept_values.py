@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
-from lightning_megatp.pipeline.carried import counters, warn_of_counters
+from lightning_megatp.pipeline.carried import Twice, counters, warn_of_counters
 from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tree_leaves
@@ -51,6 +51,7 @@ class KeptValues:
         self._looks = False
         self._set: dict[Path, bytes] = {}
         self._counters: list[str] = []
+        self._counted = Twice()
         self._microbatches = 1
 
     @contextlib.contextmanager
@@ -68,8 +69,8 @@ class KeptValues:
         own = {path: value for path, value in now.changes(before).items() if len(path) == 2}  # objects may be shared
         self._set.update({path: value for path, value in own.items() if not self._is_of_a_table(*path)})
         self._microbatches = len(microbatches)
-        if n == 1 and kind is StepKind.TRAIN and len(microbatches) > 1:
-            self._counters = counters(now, before, microbatches)
+        if self._counted.wanted and kind is StepKind.TRAIN and len(microbatches) > 1:
+            self._counters = self._counted.of(counters(now, before, microbatches))
 
     def _is_of_a_table(self, name: str, attribute: str) -> bool:
         """Whether a value may say what a tensor is of that the same forward keeps (the length of a table of angles),

@@ -149,9 +149,15 @@ def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_ha
         assert len(told) == 1 and wanted in told[0]
 
 
-class Level(nn.Module):
-    """A number, and what it scales."""
+class Level:
+    def __init__(self) -> None:
+        self.level = 1.0
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.level
+
+
+class LevelModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.level = 1.0
@@ -161,37 +167,53 @@ class Level(nn.Module):
 
 
 class Anneals(GPT):
-    """Scales early, in a module that is in no block, by a number that it sets at the end of its step."""
+    """Scales early by a number that it sets at the end of its step.
 
-    def __init__(self) -> None:
+    Args:
+        where: that is kept: on a "module" that is in no block, in an object in a "list", in a "dict" beside a tensor.
+    """
+
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self.scale = Level()
+        self.where = where
+        self.scale, self.scales = LevelModule(), [Level(), Level()]
+        self.numbers = {"level": 1.0, "bias": torch.zeros(())}
+
+    def level(self, factor: float = 1.0) -> float:
+        if self.where == "dict":
+            self.numbers["level"] *= factor
+            return float(self.numbers["level"])
+        holder: Any = self.scale if self.where == "module" else self.scales[1]
+        holder.level *= factor
+        return float(holder.level)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        h = self.scale(self.tok(batch[0]))
+        h = self.tok(batch[0]) * self.level()
         for block in self.blocks:
             h = block(h)
         loss = F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), batch[1].flatten())
-        self.scale.level *= 0.8
+        self.level(0.8)
         return loss
 
 
-def _annealing(layout: Layout) -> tuple[list[float], float, list[str]]:
+def _annealing(layout: Layout, where: str) -> tuple[list[float], float, list[str]]:
     torch.manual_seed(3)
-    losses, module = Losses(), Anneals()
+    losses, module = Losses(), Anneals(where)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         make_trainer(layout, callbacks=[losses]).fit(module, DataLoader(tokens(12), batch_size=4))
-    return losses.seen, module.scale.level, [str(x.message) for x in said if "`scale.level`" in str(x.message)]
+    return losses.seen, module.level(), [str(x.message) for x in said if "the step sets" in str(x.message)]
 
 
-def test_a_number_on_a_module_beside_the_blocks_is_told() -> None:
-    ((losses, level, _),) = run_program(PLAIN, _annealing)
-    for seen, found, told in run_program(Layout(pp=2, microbatches=1), _annealing):
+@pytest.mark.parametrize("where", ["module", "list", "dict"])
+def test_numbers_that_earlier_stages_go_by_are_told(where: str) -> None:
+    ((losses, level, _),) = run_program(PLAIN, _annealing, where)
+    for seen, found, _ in run_program(Layout(pp=2, microbatches=1), _annealing, where):
         assert seen == pytest.approx(losses, rel=1e-9)
-        assert (found, told) == (level, [])
-    last, _ = run_program(Layout(pp=2, microbatches=2), _annealing)
-    assert any("another number in each microbatch" in text for text in last[2])
+        assert found == level
+    name = {"module": "scale.level", "list": "scales.1.level", "dict": "numbers.level"}[where]
+    last, _ = run_program(Layout(pp=2, microbatches=2), _annealing, where)
+    assert any(f"`{name}` to another number in each microbatch" in text for text in last[2])
 
 
 class Centred(GPT):
