@@ -138,9 +138,8 @@ def warn_of_shared_memory(module: nn.Module) -> None:
     """Warn of weights that are tied by their memory alone: a part, or another stage's copy, has memory of its own."""
     at: dict[int, str] = {}
     for name, parameter in module.named_parameters():
-        if parameter.is_meta or not parameter.numel():
-            continue
-        other = at.setdefault(address(parameter), name)
+        place = address(parameter)  # 0 for what has no memory
+        other = at.setdefault(place, name) if place else name
         if other != name:
             warn_once_per_run(
                 f"`{other}` and `{name}` are two parameters that share memory (`.data`). Parts of them don't, so they"
