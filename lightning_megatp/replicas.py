@@ -28,7 +28,7 @@ def differing(
     """
     if group.size() == 1 or not tensors:
         return []
-    sums = [None if x is None else _sums(x.detach()).to(device) for x in tensors.values()]
+    sums = [None if x is None else sums_of(x.detach()).to(device) for x in tensors.values()]
     nothing = torch.full((2,), torch.inf, dtype=torch.float64, device=device)
     low = torch.stack([nothing if x is None else x for x in sums])
     high = torch.stack([-nothing if x is None else x for x in sums])
@@ -38,7 +38,8 @@ def differing(
     return [name for name, wrong in zip(tensors, differs, strict=True) if wrong]
 
 
-def _sums(x: Tensor) -> Tensor:
-    """(2,) float64: of the elements, and of their absolute values."""
+def sums_of(x: Tensor) -> Tensor:
+    """(2,) float64: of the elements, and of their absolute values. Complex ones are two numbers each."""
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     pieces = (piece.double() for piece in x.reshape(-1).split(_PIECE))
     return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(0)

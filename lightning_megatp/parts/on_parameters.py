@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.messages import warn_of_stage, warn_once_per_run
 from lightning_megatp.parts.positions import Positions
 from lightning_megatp.parts.values import WholeValues
 from lightning_megatp.parts.weights import WeightWatch
@@ -35,17 +35,19 @@ def complete_in_hooks(account: PartialGradients, leaves: Iterable[Tensor]) -> No
 
 
 def warn_of_microbatches(module: nn.Module) -> None:
-    """Before the first backward of microbatches, whose gradients hooks are given one by one."""
+    """Before the first backward of microbatches, in each of which the hooks on this stage's parameters are called."""
 
     def is_hooked(parameter: nn.Parameter) -> bool:
-        return any(not isinstance(hook, OwnHook) for hook in tensor_hooks(parameter).values())
+        hooks = (*tensor_hooks(parameter).values(), *accumulation_hooks(parameter).values())
+        return any(not isinstance(hook, OwnHook) for hook in hooks)
 
     if hooked := [name for name, parameter in module.named_parameters() if is_hooked(parameter)]:
         others = f" (and {len(hooked) - 1} more)" if len(hooked) > 1 else ""
-        warn_once_per_run(
-            f"`{hooked[0]}`{others} has a hook of `register_hook`. With pp > 1 it is given the gradient of each"
-            " microbatch, and one device gives it that of the batch: what is not linear in it (a limit, a unit norm) is"
-            " another training. Do such things in `on_before_optimizer_step`."
+        warn_of_stage(
+            f"`{hooked[0]}`{others} has a hook on its gradient. With pp > 1 it is called in each microbatch, with the"
+            " gradient of that one (`register_hook`) or of all until then (`register_post_accumulate_grad_hook`), and"
+            " on one device with that of the batch: what is not linear in it (a limit, a unit norm), and whatever is"
+            " done to what was added up, is another training. Do such things in `on_before_optimizer_step`."
         )
 
 

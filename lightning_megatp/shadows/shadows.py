@@ -22,6 +22,7 @@ from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.replicas import sums_of
 from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.late import LateCopies
@@ -217,7 +218,7 @@ def synchronize(found: Sequence[Found], mesh: ParallelMesh) -> None:
     Communication: one object all-gather over the world, of sums; where these differ, one broadcast per tensor.
     """
     tensors = [x for each in found for x in each.tensors]
-    sums = [(float(x.double().sum()), float(x.double().abs().sum())) for x in tensors]
+    sums = [sums_of(x).tolist() for x in tensors]
     for x, *of_ranks in zip(tensors, *mesh.exchange(sums, *AXES), strict=True):
         if any(of_rank != of_ranks[0] for of_rank in of_ranks):
             value = x.cpu().contiguous()

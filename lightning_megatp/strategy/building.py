@@ -16,6 +16,7 @@ from lightning_megatp.building.building import Building
 from lightning_megatp.detour import entries_replaced
 from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.places import address
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.random_states import random_state, set_random_state
 from lightning_megatp.shim.modules import weights_of_recurrent_layers_renewed
@@ -131,3 +132,17 @@ def check_has_shapes(module: nn.Module) -> None:
             " holds can't be planned. Run the model once on some rows in `setup` or `__init__`, or give the layer its"
             " sizes."
         )
+
+
+def warn_of_shared_memory(module: nn.Module) -> None:
+    """Warn of weights that are tied by their memory alone: a part, or another stage's copy, has memory of its own."""
+    at: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        place = address(parameter)  # 0 for what has no memory
+        other = at.setdefault(place, name) if place else name
+        if other != name:
+            warn_once_per_run(
+                f"`{other}` and `{name}` are two parameters that share memory (`.data`). Parts of them don't, so they"
+                " are trained apart, as on a GPU without this strategy. To tie them, give both modules one parameter"
+                " (`self.head.weight = self.embedding.weight`)."
+            )

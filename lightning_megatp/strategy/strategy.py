@@ -48,7 +48,7 @@ from lightning_megatp.strategy.arguments import (
 from lightning_megatp.strategy.around_hooks import HookMethods
 from lightning_megatp.strategy.batch_norm import BatchNormGroups
 from lightning_megatp.strategy.buffers import SentBuffers
-from lightning_megatp.strategy.building import BuildingMethods, check_has_shapes
+from lightning_megatp.strategy.building import BuildingMethods, check_has_shapes, warn_of_shared_memory
 from lightning_megatp.strategy.callbacks import (
     check_callbacks,
     count_replicas,
@@ -392,6 +392,8 @@ class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods
         """Over tp, pp and dp, in this order; and give this rank's part its values."""
         module, building = self._module(), self._building
         if building is None and self.parallelism.split_form(module) is None:
+            if mesh.size("tp") > 1 or self.pp > 1 or self.zero.level:
+                warn_of_shared_memory(module)
             self._remember_parameters(module)
             self._hold_back(module)
         parallel: ParallelModule = self.parallelism.parallelize(

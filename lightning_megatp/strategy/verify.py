@@ -105,7 +105,8 @@ class FirstBatch:
         """
         if self.module is None or self._loss is None:
             return
-        expected = {name: p.grad.double() for name, p in self.module.named_parameters() if p.grad is not None}
+        found = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        expected = {name: grad.to(torch.promote_types(grad.dtype, torch.float64)) for name, grad in found.items()}
         norms = {name: float(grad.norm()) for name, grad in expected.items()}
         least = 1e-3 * max(norms.values(), default=0.0)  # what is zero but for rounding says nothing
         errors = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatp.pipeline.assignment import assign
 from lightning_megatp.pipeline.observed import used_beside
@@ -318,6 +319,18 @@ def test_what_takes_what_later_units_make() -> None:
     module = Again()
     found = units_of_step(module, find_units(module), module.training_step, tokens())
     assert found.together == [("blocks.2", "blocks.3"), ("blocks.1", "blocks.3")]
+
+
+def test_what_one_activation_checkpoint_calls() -> None:
+    class Checkpointed(GPT):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            for first, second in (self.blocks[:2], self.blocks[2:]):
+                x = checkpoint(lambda x, first=first, second=second: second(first(x)).tanh(), x, use_reentrant=False)
+            return x
+
+    module = Checkpointed()
+    found = units_of_step(module, find_units(module), module.training_step, tokens())
+    assert found.together == [("blocks.0", "blocks.1"), ("blocks.2", "blocks.3")]
 
 
 def test_chosen_stages() -> None:

@@ -35,7 +35,7 @@ class UnitsOfStep:
     the step has no use for."""
     together: list[tuple[str, str]] = field(default_factory=list)
     """Pairs that need one stage, and all in between with them: the first, called once more, takes what the second has
-    made, or one operation calls both."""
+    made, or one operation or activation checkpoint calls both."""
 
 
 def units_of_step(
@@ -142,8 +142,11 @@ def _together(plan: SlicePlan, called: Sequence[str]) -> list[tuple[str, str]]:
     place = {unit: i for i, unit in enumerate(called)}
     found: dict[tuple[str, str], None] = {}
     latest: list[int] = []  # of the units that each operation depends on
+    first: dict[int, int] = {}  # unit that each activation checkpoint calls
     for operation in plan.operations:
         own = [place[unit] for unit in operation.units]
+        if own and operation.checkpoint is not None:
+            own.append(first.setdefault(operation.checkpoint, own[0]))
         latest.append(max([*own, *(latest[key.operation] for key in operation.inputs)], default=-1))
         if own and min(own) < latest[-1]:
             found[called[min(own)], called[latest[-1]]] = None

@@ -87,6 +87,8 @@ class Operation:
     """The units called: itself, or those inside of an autograd function (activation checkpointing)."""
     inputs: tuple[Key, ...] = ()
     """The values of stages among its inputs."""
+    checkpoint: int | None = None
+    """The first operation of the activation checkpoint (use_reentrant=False) that it is in."""
     ghosts: Any = None
     """Its result without data, in the structure it returns."""
     outputs: tuple[Key | None, ...] = ()

@@ -140,6 +140,7 @@ def test_what_is_made_of_a_part_is_not_put_into_it() -> None:
         run_program(TP2, _fit, "unit norm", "accumulated", 1)
 
 
-def test_hooks_on_gradients_of_microbatches_are_told() -> None:
-    said = run_program(Layout(pp=2, microbatches=2), _fit, "unit norm", "on_fit_start", 1)[0][2]
-    assert len(said) == 1 and "`register_hook`. With pp > 1" in said[0] and "more) has a hook" in said[0]
+@pytest.mark.parametrize("kind", ["on_fit_start", "accumulated"])
+def test_hooks_on_gradients_of_microbatches_are_told(kind: str) -> None:
+    for _, _, said in run_program(Layout(pp=2, microbatches=2), _fit, "unit norm", kind, 1):  # each of its own stage
+        assert len(said) == 1 and "more) has a hook on its gradient. With pp > 1" in said[0]

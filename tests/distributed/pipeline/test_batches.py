@@ -286,6 +286,38 @@ def _branches(layout: Layout) -> list[float]:
         gc.enable()
 
 
+class CheckpointedSequentials(Blocks):
+    """Blocks that are Sequentials, each of them one activation checkpoint; the costliest part is in the middle of the
+    second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)]
+        wide = [nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 8)]
+        self.blocks = nn.ModuleList([nn.Sequential(*parts), nn.Sequential(*wide)])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        (x,) = batch
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def _checkpointed(layout: Layout) -> list[float]:
+    torch.manual_seed(1)
+    x = torch.randn(16, 8, dtype=torch.float64)
+    module = CheckpointedSequentials()
+    trainer = make_trainer(layout, **({} if layout.plain else {"strategy": {"plan": None}}))
+    trainer.fit(module, DataLoader(TensorDataset(x), batch_size=8))
+    return module.losses
+
+
+def test_a_cut_is_beside_activation_checkpoints() -> None:
+    expected = run_program(Layout(plain=True), _checkpointed)[0]
+    for losses in run_program(Layout(pp=2, microbatches=2), _checkpointed):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_plan_that_is_left_inside_of_an_activation_checkpoint() -> None:
     expected = run_program(Layout(plain=True), _branches)[0]
     for found in run_program(Layout(pp=2, microbatches=1), _branches):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -37,6 +38,23 @@ class Normed(GPT):
         self.norm = nn.Sequential(self.norm, nn.utils.weight_norm(nn.Linear(CONFIG.hidden, CONFIG.hidden)))
 
 
+class Filter(nn.Module):
+    """A convolution over features, of complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.full((CONFIG.hidden // 2 + 1,), 1 + 0.5j, dtype=torch.complex128))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return torch.fft.irfft(self.spectrum * torch.fft.rfft(x_BLD), n=CONFIG.hidden)
+
+
+class Filtered(GPT):
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.norm = nn.Sequential(self.norm, Filter())
+
+
 def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, precision: Any) -> int:
     from lightning_megatp import MegaTPStrategy
 
@@ -50,6 +68,10 @@ def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, preci
     trainer = Trainer(devices=world_size, strategy=strategy, **options)
     if name == "batch norm":
         trainer.fit(ZOO["resnet"].build(), ZOO["resnet"].loader(8, 4))
+    elif name == "complex":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Casting complex values")
+            trainer.fit(Filtered(), train_loader(Layout(tp=tp, dp=dp), 2))
     else:
         trainer.fit(make.get(name, lambda: GPT(CONFIG))(), train_loader(Layout(tp=tp, dp=dp), 2))
     return int(trainer.global_step)
@@ -61,6 +83,7 @@ def _fit(rank: int, world_size: int, name: str, tp: int, pp: int, dp: int, preci
         ("gpt", 2, 1, 1, "64-true"), ("gpt", 1, 2, 1, "64-true"), ("gpt", 2, 2, 1, "32-true"),
         ("gpt", 1, 2, 2, "64-true"), ("gpt", 2, 2, 1, "bf16-mixed"), ("dropout", 1, 2, 1, "64-true"),
         ("batch norm", 1, 2, 1, "64-true"), ("weight norm", 1, 1, 1, "64-true"),
+        ("complex", 2, 1, 1, "64-true"), ("complex", 1, 2, 1, "64-true"),
     ],
 )  # fmt: skip
 def test_what_is_right_goes_on(name: str, tp: int, pp: int, dp: int, precision: str) -> None:

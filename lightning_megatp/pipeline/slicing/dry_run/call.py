@@ -49,6 +49,8 @@ class Call:
     """It is replicated, and draws random numbers."""
     changed: list[int] = field(default_factory=list)
     """Positions of the inputs that it has changed in place."""
+    checkpoint: int | None = None
+    """As in the plan."""
     deeds: Deeds = field(init=False, repr=False)
     """What it does."""
 

@@ -15,6 +15,7 @@ from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deed, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.lineages import Lineages
+from lightning_megatp.pipeline.slicing.dry_run.packing import on_whole_sequences
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
 from lightning_megatp.pipeline.slicing.dry_run.refusals import refuse_stand_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
@@ -64,12 +65,14 @@ class Inside(TorchFunctionMode):
         before = [_versions(*pair) for pair in shown]
         lineage = self._lineages.of_result(name, args, kwargs)
         drawn = random_states(args, kwargs) if lineage is not None else []
+        packed = any(isinstance(x, PackedSequence) for x in self._call.args)
+        if not packed:  # or its sizes are those of one microbatch
+            func, args = on_whole_sequences(name, func, args)
         try:
             out = self._fakes.evaluate(name, func, args, kwargs)
         except NeedsValues as error:
-            packed = name == "_pack_padded_sequence" or any(isinstance(x, PackedSequence) for x in self._call.args)
             if not self._call.is_unit or self._call.collects or packed:
-                raise  # lengths of one would tell another length of what is padded again
+                raise
             self.missed = self.missed or error
             out = self._made_up(name, func, args, kwargs)
         if lineage is not None and drawn != random_states(args, kwargs):

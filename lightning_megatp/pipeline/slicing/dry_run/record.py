@@ -105,6 +105,7 @@ class Record:
                 stage=stage,
                 units=tuple(call.units),
                 inputs=tuple(value.key for value in call.inputs if value.key is not None),
+                checkpoint=call.checkpoint,
                 ghosts=None if stage is None else tree_map(self._ghost, out),
                 outputs=tuple(value.key for value in outputs),
                 changed=tuple((position, value.key) for position, value in became.items() if value.key is not None),

@@ -85,10 +85,14 @@ class CheckpointRegions:
     alone recomputes it, in backward and without a plan."""
 
     def __init__(self) -> None:
-        self._stages: dict[int, tuple[object, set[int]]] = {}
+        self._stages: dict[int, tuple[object, int, set[int]]] = {}
 
-    def add(self, call: Call) -> None:
-        """An operation of a stage, perhaps in a region.
+    def add(self, call: Call, number: int) -> None:
+        """An operation of a stage, perhaps in a region, which it then knows by the first operation there.
+
+        Args:
+            call: what is done.
+            number: of the operation.
 
         Raises:
             SliceError: its recomputation would give something else.
@@ -96,7 +100,7 @@ class CheckpointRegions:
         region = checkpoint_region()
         if region is None:
             return
-        _, stages = self._stages.setdefault(id(region), (region, set()))
+        _, call.checkpoint, stages = self._stages.setdefault(id(region), (region, number, set()))
         stages.update(() if call.stage is None else [call.stage])
         if len(stages) > 1:
             raise SliceError(

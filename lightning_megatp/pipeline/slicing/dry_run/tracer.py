@@ -319,7 +319,7 @@ class Tracer(TorchFunctionMode):
         if call.stage is None and not call.opaque and tensors_in(out):
             self.host_reads.note_size(call)
         refuse_backwards(call)
-        self._regions.add(call)
+        self._regions.add(call, self.record.next)
         if call.stage is not None and call.stage > self.record.stage:
             self._passes()
         out = self.record.add(call, out)
