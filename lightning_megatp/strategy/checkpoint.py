@@ -139,7 +139,7 @@ class CheckpointMethods(LoadingMethods):
         optimizer = unwrap(optimizer)
         inner = inner_optimizers(optimizer)
         if self.checkpoint == "folder":
-            return sharded_optimizer_state(optimizer, parallel, mesh)
+            return sharded_optimizer_state(optimizer, self._groups.order(optimizer), parallel, mesh)
         with method_replaced(inner, "state_dict", self._inner_state):
             return self._whole_optimizer_state(optimizer)
 
