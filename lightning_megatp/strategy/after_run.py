@@ -44,7 +44,8 @@ def warn_of_parts(parallel: ParallelModule) -> None:
         held = list(child.parameters(recurse=False))
         cut = any(parallel.spec(p) is not None or id(p) in parallel.divided for p in held)
         if cut or (held and parallel.pipeline is not None):
-            child.register_state_dict_pre_hook(asked)
+            handle = child.register_state_dict_pre_hook(asked)
+            child._state_dict_pre_hooks.move_to_end(handle.id, last=False)  # who pickles it finds FSDP2's functions else
 
 
 @dataclass(frozen=True)
