@@ -61,9 +61,7 @@ class WholeNorms:
         parameter, and with zero > 0 one over the ranks that divide them.
     """
 
-    def __init__(
-        self, parallel: ParallelModule, mesh: ParallelMesh, summed: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh, summed: Callable[[], bool] = lambda: True) -> None:
         self._parallel, self._mesh, self._summed = parallel, mesh, summed
         self._complete = True
         """Whether the gradients are summed that the hooks find which run."""
