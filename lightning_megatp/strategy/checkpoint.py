@@ -96,7 +96,8 @@ class CheckpointMethods(LoadingMethods):
         Raises:
             RuntimeError: where the stages of a pipeline do different things.
 
-        Communication: with such a hook one object broadcast over the world, of names and shapes.
+        Communication: for a file of a model in parts one all-reduce of an element over the world; with such a hook on
+        some rank one object broadcast, of names and shapes.
         """
         if self.pipeline is not None and self.pipeline.metrics.are_apart:
             raise RuntimeError(
@@ -119,9 +120,11 @@ class CheckpointMethods(LoadingMethods):
         return self._outlined(self._gathered(state))
 
     def _outlined(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What global rank 0 has of the whole; on the others its outline, where an `on_save_checkpoint` will look at
-        it."""
-        if not (self._in_parts() and self._has_hook("on_save_checkpoint")):
+        """What global rank 0 has of the whole; on the others its outline, where an `on_save_checkpoint` of some rank
+        will look at it."""
+        if not self._in_parts():
+            return state
+        if not self.reduce_boolean_decision(self._has_hook("on_save_checkpoint"), all=False):
             return state
         outline: dict[str, Any] = self.broadcast(without_data(state))
         return state if self.is_global_zero else outline

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
@@ -191,3 +192,21 @@ def test_hooks_have_values_where_a_rank_holds_the_whole_model(tmp_path: Path) ->
     assert first == second
     with pytest.raises(RankError, match=r"`on_save_checkpoint` looks at values of the whole model.*alone.*Do it there"):
         run_program(TP2, _looked, Computes, str(tmp_path))
+
+
+class KeepsRank(Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["saved_by"] = trainer.global_rank
+
+
+def _kept_by_one(layout: Layout, folder: str) -> None:
+    keep = ModelCheckpoint(folder, filename="one")
+    callbacks = [keep, *([KeepsRank()] if dist.get_rank() == 0 else [])]
+    trainer = make_trainer(layout, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(GPT(CONFIG).double(), train_loader(layout, 1))
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_a_hook_of_one_rank_alone_waits_for_nobody(layout: Layout, tmp_path: Path) -> None:
+    run_program(layout, _kept_by_one, str(tmp_path))
+    assert torch.load(tmp_path / "one.ckpt")["saved_by"] == 0
