@@ -68,7 +68,7 @@ def watch_saving(
             before, state = dict(checkpoint), checkpoint.get("state_dict", {})
             before_state = dict(state)
             followed.leave_out(state.values())
-            with followed, explaining_written_rows(hook):
+            with followed, explaining_written_rows(hook), _explaining_outlines(hook):
                 call()
             if followed.written is not None:
                 warn_once_per_run(part_written(hook, followed.written))
@@ -94,6 +94,21 @@ def watch_saving(
             return call()
 
     yield Detour(trainer, "save_checkpoint", save_together)
+
+
+@contextlib.contextmanager
+def _explaining_outlines(hook: str) -> Iterator[None]:
+    """Explain what fails in a hook since this rank has no values of a whole state."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if "meta tensor" not in str(error) and "meta device" not in str(error):
+            raise
+        raise RuntimeError(
+            f"MegaTPStrategy: `{hook}` looks at values of the whole model, which the checkpoint has on global rank 0"
+            " alone, where it is written; the other ranks find names and shapes. Do it there, `if"
+            " trainer.is_global_zero:`."
+        ) from error
 
 
 class _Followed(TorchFunctionMode):

@@ -204,6 +204,11 @@ def _to_safetensors(source: Source, target: Path, prefix: str) -> None:
         raise ValueError(
             f"megatp convert: no name starts with {prefix!r}; they are {', '.join(list(names)[:3])}, ... ."
         )
+    clash = [name for name in names if prefix and name.startswith(prefix) and name.removeprefix(prefix) in names]
+    if clash:
+        raise ValueError(
+            f"megatp convert: without {prefix!r} `{clash[0]}` would be called as another tensor is. Leave --prefix out."
+        )
     names = {name.removeprefix(prefix): full for name, full in names.items()}
     layout = {name: source.layout[full] for name, full in names.items()}
     write_safetensors(target, layout, lambda name: _pieces(source, names[name]))

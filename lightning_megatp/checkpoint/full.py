@@ -45,9 +45,9 @@ def full_state_dict(state: Mapping[str, Any], parallel: ParallelModule, keep: bo
     return full if keep else {}
 
 
-def without_data(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of a state, with tensors on the meta device, and None for what isn't a tensor."""
-    return {name: x.detach().to("meta") if isinstance(x, Tensor) else None for name, x in state.items()}
+def without_data(state: Any) -> Any:
+    """A state dict, of a module or an optimizer, with its tensors on the meta device."""
+    return tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, state)
 
 
 def local_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _DTYPES = {
     torch.complex64: "C64",
 }
 """As in https://github.com/huggingface/safetensors#format."""
+_KNOWN = f"Of safetensors' dtypes there are {', '.join(_DTYPES.values())} here."
 
 
 class SafetensorsFolder:
@@ -55,10 +56,17 @@ class SafetensorsFolder:
         self.names = sorted(self._files)
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a full tensor."""
+        """The shape and dtype of a full tensor.
+
+        Raises:
+            ValueError: torch has no such dtype, or it is not one of those that are read.
+        """
         with self._open(name) as file:
             part = file.get_slice(name)
-            return tuple(part.get_shape()), next(dtype for dtype, text in _DTYPES.items() if text == part.get_dtype())
+            found = next((dtype for dtype, text in _DTYPES.items() if text == part.get_dtype()), None)
+            if found is None:
+                raise ValueError(f"MegaTPStrategy: `{name}` in {self._files[name]} is {part.get_dtype()}. {_KNOWN}")
+            return tuple(part.get_shape()), found
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         """Some rows of a tensor; all of one without dims."""
@@ -119,8 +127,14 @@ def write_safetensors(
         pieces: gives a tensor by its name, in parts that are done with when the next is asked for.
         most: bytes of a file, if it holds more than one tensor.
 
+    Raises:
+        ValueError: before anything is written, where the format has no such dtype.
+
     Memory: one piece, and some MiB.
     """
+    for name, (_, dtype) in layout.items():
+        if dtype not in _DTYPES:
+            raise ValueError(f"megatp convert: `{name}` is {dtype}. {_KNOWN}")
     folder.mkdir(parents=True, exist_ok=True)
     files = _divide(layout, most)
     names = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,8 +43,13 @@ def sharded_state_dict(state: Mapping[str, Any], parallel: ParallelModule, mesh:
     return found | {name: value for stage in reversed(_over_stages(others, mesh)) for name, value in stage.items()}
 
 
-def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh: ParallelMesh) -> dict[str, Any]:
+def sharded_optimizer_state(
+    optimizer: Optimizer, order: Sequence[str], parallel: ParallelModule, mesh: ParallelMesh
+) -> dict[str, Any]:
     """An optimizer's state dict by names: this rank's Chunks; groups and what isn't a tensor from all stages.
+
+    Args:
+        order: of the parameters' names on all stages, as on one device.
 
     Raises:
         RuntimeError: a state holds parts of tensors in a dict or list.
@@ -67,10 +72,15 @@ def sharded_optimizer_state(optimizer: Optimizer, parallel: ParallelModule, mesh
                 ' checkpoint="file".'
             )
     stages = _over_stages((names, others), mesh)
+    place = {name: index for index, name in enumerate(dict.fromkeys([*order, *parallel.order]))}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         members = list(dict.fromkeys(name for of_stage, _ in stages for name in of_stage[index]))
-        groups.append({**group, "params": sorted(members, key=_place(parallel)) if mesh.size("pp") > 1 else members})
+        if mesh.size("pp") > 1:
+            members.sort(key=place.__getitem__)
+        groups.append({**group, "params": members})
+        if "param_names" in group:
+            groups[-1]["param_names"] = members
     state: dict[str, Any] = {entry.name: entry.to_write(mesh) for entry in optimizer_entries(optimizer, parallel)}
     for _, of_stage in reversed(stages):
         state |= of_stage
@@ -266,7 +276,3 @@ def _compare_groups(folder: Folder, index: int, saved: list[dict[str, Any]], sta
 def _over_stages(value: Any, mesh: ParallelMesh) -> list[Any]:
     """Every stage's value, the last stage's first."""
     return mesh.exchange(value, "pp") if mesh.size("pp") > 1 else [value]
-
-
-def _place(parallel: ParallelModule) -> Any:
-    return {name: index for index, name in enumerate(parallel.order)}.__getitem__

@@ -54,14 +54,17 @@ class WholeNorms:
     Args:
         parallel: the split module.
         mesh: where it is.
-        complete: whether gradients that stages share are summed whenever hooks run: batches that only accumulate don't.
+        summed: whether gradients are summed over tensor ranks and stages after a backward: those of a batch that only
+            accumulates are not.
 
     Communication: before each call of hooks that a user has defined, one all-reduce over tp of two numbers per
         parameter, and with zero > 0 one over the ranks that divide them.
     """
 
-    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh, complete: bool = True) -> None:
-        self._parallel, self._mesh, self._complete = parallel, mesh, complete
+    def __init__(self, parallel: ParallelModule, mesh: ParallelMesh, summed: Callable[[], bool] = lambda: True) -> None:
+        self._parallel, self._mesh, self._summed = parallel, mesh, summed
+        self._complete = True
+        """Whether the gradients are summed that the hooks find which run."""
         self._hooks = ""
         self._said: set[str] = set()
         self._now: Looking | None = None
@@ -72,12 +75,12 @@ class WholeNorms:
     def looking(self, method: str) -> Iterator[None]:
         """Around the hooks that a method of the plugin calls."""
         self._hooks = " or ".join(f"`{hook}`" for hook in METHODS[method])
-        complete = self._complete or method == "_after_closure"
+        self._complete = method == "_after_closure" or self._summed()
         with DisableTorchFunction():  # an `optimizer_step` that is watched may have called the closure
             parts = self._parts()
         try:
             with (
-                clipping_by(functools.partial(self._clip, complete)),
+                clipping_by(self._clip),
                 Looking(self, self._parallel.context.rank, parts) as self._now,
             ):
                 yield
@@ -100,13 +103,9 @@ class WholeNorms:
 
         return run
 
-    def _clip(self, complete: bool, call: ClipCall) -> Any:
-        """A hook calls torch's clipping.
-
-        Args:
-            complete: gradients are summed.
-        """
-        if not complete:
+    def _clip(self, call: ClipCall) -> Any:
+        """A hook calls torch's clipping."""
+        if not self._complete:
             return call.of(call.parameters)
         return clip_in_hook(call, self._parallel, self._mesh, self.clipping(clip))
 
@@ -235,6 +234,7 @@ class WholeNorms:
 
         def parts() -> list[tuple[Tensor, KnownPart]]:
             found = []
+            waiting = set() if self._complete else self._parallel.partial.waiting()
             for name, parameter in self._parallel.module.named_parameters():
                 held = self._parallel.held(parameter)
                 spec, divided = self._parallel.spec(held), id(held) in self._parallel.divided
@@ -246,7 +246,8 @@ class WholeNorms:
                 value = part if of_value is None else known(part, held, of_value)
                 found += [(held, value), (parameter, value)]
                 if (grad := _grad_of(parameter, held)) is not None:
-                    part = known(replace(part, what=f"the gradient of {part.what}", is_gradient=True), grad, of_grad)
+                    part = replace(part, what=f"the gradient of {part.what}", is_gradient=True)
+                    part = replace(part, parted=True) if id(held) in waiting else known(part, grad, of_grad)
                     found += [(x, part) for x in (grad, parameter.grad) if x is not None]
             return found
 
@@ -267,7 +268,9 @@ def _summed(source: Tensor | None, norm: Tensor) -> _Summed:
     return _Summed(source, 0 if source is None else tensor_version(source), norm)
 
 
-def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
+def watch_hooks(
+    plugin: Any, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh, summed: Callable[[], bool]
+) -> None:
     """Let the user's hooks find the norms of whole gradients.
 
     Args:
@@ -275,11 +278,12 @@ def watch_hooks(plugin: Any, trainer: Any, parallel: ParallelModule, mesh: Paral
         trainer: whose module's and callbacks' hooks they are.
         parallel: the module, split and divided.
         mesh: where it is.
+        summed: see `WholeNorms`.
 
     Communication: one all-reduce of two numbers over the world.
     """
     watched = (parallel.module, *trainer.callbacks)
-    norms = WholeNorms(parallel, mesh, complete=trainer.accumulate_grad_batches == 1)
+    norms = WholeNorms(parallel, mesh, summed)
     users = [sum(is_users(x, name) for x in watched for name in names) for names in METHODS.values()]
     counts = torch.tensor(users, device=mesh.device)
     if not (whole := mesh.size("tp") == mesh.size("pp") == 1 and not parallel.divided):

@@ -228,6 +228,11 @@ class PartialGradients:
             spec.spec(self._parallel.context.rank).put(gradient, part)
         return all_reduce(gradient, group)
 
+    def waiting(self) -> set[int]:
+        """id of what this rank trains of the parameters whose gradients `sum` changes, at tp > 1."""
+        shared = (parameter for parameter, _ in self._owned_by_several())
+        return {id(x) for x in (*map(self._parallel.held, self._partial.values()), *shared)}
+
     def forget(self) -> None:
         """Gradients are complete: the next backward starts a new account of what is partial."""
         self._partial.clear()

@@ -25,6 +25,14 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def first_before_state_dict(module: nn.Module, hook: Any) -> None:
+    """Register a hook that comes before all others of its kind, also where the module is pickled: hooks are kept in the
+    order in which they are called (`_state_dict_pre_hooks`, an OrderedDict, 2.11-2.13); FSDP2's can't be pickled."""
+    handle = module.register_state_dict_pre_hook(hook)
+    hooks: Any = module._state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
 @contextlib.contextmanager
 def weights_of_recurrent_layers_renewed(module: nn.Module) -> Iterator[None]:
     """Around a change of what a module's parameters are. Recurrent layers keep lists of theirs, one of weak references,

@@ -13,6 +13,7 @@ from lightning_megatp.detour import Detour
 from lightning_megatp.messages import OfOneRank, warn_once_per_run
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shim.lightning import trainer_of
+from lightning_megatp.shim.modules import first_before_state_dict
 
 
 def refuse_others(parallel: ParallelModule, own: type) -> None:
@@ -44,7 +45,7 @@ def warn_of_parts(parallel: ParallelModule) -> None:
         held = list(child.parameters(recurse=False))
         cut = any(parallel.spec(p) is not None or id(p) in parallel.divided for p in held)
         if cut or (held and parallel.pipeline is not None):
-            child.register_state_dict_pre_hook(asked)
+            first_before_state_dict(child, asked)
 
 
 @dataclass(frozen=True)

@@ -82,16 +82,22 @@ class CheckpointMethods(LoadingMethods):
         """Whether a file can do without this rank: another data-parallel one has the same."""
         return self.checkpoint == "file" and self._mesh().rank("dp") > 0 and not self._parallel().divided
 
+    def _in_parts(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self._mesh().size("tp") * self.pp > 1 or bool(self._parallel().divided)
+
     # ---------------------------------------------------------------- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model under canonical names. For a file: whole, on global rank 0, and empty on the others, or without
-        data where there is an `on_save_checkpoint`, which finds the same names. For a folder: what each rank writes.
+        """The model under canonical names. For a file: whole, on global rank 0, and on each rank that holds all of it;
+        on others empty, or without data where there is an `on_save_checkpoint`, which finds the same names. For a
+        folder: what each rank writes.
 
         Raises:
             RuntimeError: where the stages of a pipeline do different things.
 
-        Communication: with such a hook one object broadcast over the world, of names and shapes.
+        Communication: for a file of a model in parts one all-reduce of an element over the world; with such a hook on
+        some rank one object broadcast, of names and shapes.
         """
         if self.pipeline is not None and self.pipeline.metrics.are_apart:
             raise RuntimeError(
@@ -111,10 +117,16 @@ class CheckpointMethods(LoadingMethods):
             state = self._state_dict()
         if self.checkpoint == "folder":
             return sharded_state_dict(state, parallel, mesh)
-        state = self._gathered(state)
-        if self._apart() or not self._has_hook("on_save_checkpoint"):
+        return self._outlined(self._gathered(state))
+
+    def _outlined(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What global rank 0 has of the whole; on the others its outline, where an `on_save_checkpoint` of some rank
+        will look at it."""
+        if not self._in_parts():
             return state
-        outline = self.broadcast(without_data(state))
+        if not self.reduce_boolean_decision(self._has_hook("on_save_checkpoint"), all=False):
+            return state
+        outline: dict[str, Any] = self.broadcast(without_data(state))
         return state if self.is_global_zero else outline
 
     def _check_optimizers(self) -> None:
@@ -132,16 +144,20 @@ class CheckpointMethods(LoadingMethods):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer of the module that was trained, which need not be the one that was validated
-        since."""
+        since; where, and by what communication, as `lightning_module_state_dict`."""
         parallel, mesh = self._groups.parallel, self._mesh()
-        if self._cannot_gather() or self._is_copy():
+        if self._cannot_gather():
             return {}
         optimizer = unwrap(optimizer)
         inner = inner_optimizers(optimizer)
         if self.checkpoint == "folder":
-            return sharded_optimizer_state(optimizer, parallel, mesh)
+            return sharded_optimizer_state(optimizer, self._groups.order(optimizer), parallel, mesh)
+        if not self._in_parts():
+            state: dict[str, Any] = optimizer.state_dict()
+            return state
         with method_replaced(inner, "state_dict", self._inner_state):
-            return self._whole_optimizer_state(optimizer)
+            state = {} if self._is_copy() else self._whole_optimizer_state(optimizer)
+        return self._outlined(state)
 
     def _inner_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What another optimizer puts into its own: of the ranks that save nothing, something to look into."""
@@ -201,6 +217,8 @@ class CheckpointMethods(LoadingMethods):
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """The whole, on global rank 0, of what this rank has of a state dict: the module's, or a callback's copy's."""
+        if not self._in_parts():
+            return state
         if self._is_copy():
             return {}
         parallel, mesh = self._parallel(), self._mesh()
@@ -272,7 +290,7 @@ class CheckpointMethods(LoadingMethods):
         """Complete what hooks put into checkpoints of a model that is in parts."""
         parallel = self._parallel()
         end_all(parallel.saving)
-        if self._mesh().size("tp") * self.pp > 1 or parallel.divided:
+        if self._in_parts():
             parallel.saving += watch_saving(trainer, parallel, self._mesh(), lambda: not self._cannot_gather())
             if parallel.expects_parts is None:
                 warn_of_parts(parallel)
@@ -321,8 +339,7 @@ class CheckpointMethods(LoadingMethods):
 
     def _cannot_gather(self) -> bool:
         """Whether the others, whose parts are needed, can't be asked for them."""
-        divided = self._mesh().size("tp") * self.pp > 1 or bool(self._parallel().divided)
-        alone = not divided and (self.checkpoint == "file" or self.world_size == 1)
+        alone = not self._in_parts() and (self.checkpoint == "file" or self.world_size == 1)
         return self._apart() and not alone
 
     def _apart(self) -> bool:

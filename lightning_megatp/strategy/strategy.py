@@ -346,7 +346,7 @@ class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods
             self._stand_in_for_fit_hooks(trainer, parallel, mesh)
         self.setup_precision_plugin()
         agree_on_precision(self.precision_plugin, parallel, mesh, self.optimizers)
-        watch_hooks(self.precision_plugin, trainer, parallel, mesh)
+        watch_hooks(self.precision_plugin, trainer, parallel, mesh, summed=lambda: not self._accumulating)
         if self.summary and fitting and self.is_global_zero:
             print_layout(parallel, mesh, self.pipeline, summarised=bool(summaries(trainer)))
 

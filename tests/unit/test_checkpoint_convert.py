@@ -157,3 +157,13 @@ def test_slices_of_several_files(tmp_path: Path) -> None:
     next(iter((tmp_path / "hf").glob("model-00001*"))).unlink()
     with pytest.raises(ValueError, match=r"names model-00001-of-0000\d.safetensors, which is missing"):
         SafetensorsFolder(tmp_path / "hf")
+
+
+def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.zeros(2, dtype=torch.complex128)}}, tmp_path / "complex.ckpt")
+    with pytest.raises(ValueError, match=r"`w` is torch.complex128. Of safetensors' dtypes there are F64"):
+        convert(tmp_path / "complex.ckpt", tmp_path / "complex", "safetensors")
+    torch.save({"state_dict": {"model.w": torch.zeros(2), "w": torch.ones(2)}}, tmp_path / "two.ckpt")
+    with pytest.raises(ValueError, match=r"without 'model.' `model.w` would be called as another tensor is"):
+        convert(tmp_path / "two.ckpt", tmp_path / "two", "safetensors", prefix="model.")
+    assert not (tmp_path / "complex").exists() and not (tmp_path / "two").exists()

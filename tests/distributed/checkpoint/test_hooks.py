@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from tests.distributed.training import (
 )
 from tests.parity.models import GPT, GPTConfig
 from tests.parity.variants import gpt_plan
+from tests.ranks import RankError
 
 CONFIG = GPTConfig(tied=False)
 
@@ -148,3 +150,63 @@ def test_a_hook_takes_names_out_of_a_file_on_all_ranks(tmp_path: Path) -> None:
     assert all(list(found) == list(saved[0]) for found in saved)
     for name, value in saved[0].items():
         assert all(torch.allclose(found[name], value, atol=1e-3) for found in saved), name
+
+
+class Looks(GPT):
+    """Looks at what a checkpoint has of the optimizer, and notes it."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        [state] = checkpoint["optimizer_states"]
+        [group] = state["param_groups"]
+        self.found = group["lr"], group["params"], [tuple(x["exp_avg"].shape) for x in state["state"].values()]
+        for of_parameter in state["state"].values():
+            del of_parameter["exp_avg_sq"]
+
+
+class Computes(GPT):
+    """With values of all weights."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = sum(float(x.cpu().norm()) for x in checkpoint["state_dict"].values())
+
+
+def _looked(layout: Layout, kind: type[GPT], folder: str) -> Any:
+    torch.manual_seed(3)
+    keep = ModelCheckpoint(folder, filename=str(layout))
+    module, trainer = kind(CONFIG).double(), make_trainer(layout, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(module, train_loader(layout, 1))
+    return module.found
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2, Layout(tp=2, dp=2), Layout(dp=2, zero=3)], ids=str)
+def test_hooks_look_at_optimizers_on_all_ranks(layout: Layout, tmp_path: Path) -> None:
+    expected = run_program(PLAIN, _looked, Looks, str(tmp_path))[0]
+    for found in run_program(layout, _looked, Looks, str(tmp_path)):
+        assert found == expected
+    [state] = torch.load(tmp_path / f"{layout}.ckpt")["optimizer_states"]
+    assert all(set(x) == {"step", "exp_avg"} and x["exp_avg"].device.type == "cpu" for x in state["state"].values())
+
+
+def test_hooks_have_values_where_a_rank_holds_the_whole_model(tmp_path: Path) -> None:
+    first, second = run_program(DP2, _looked, Computes, str(tmp_path))
+    assert first == second
+    with pytest.raises(RankError, match=r"`on_save_checkpoint` looks at values of the whole model.*alone.*Do it there"):
+        run_program(TP2, _looked, Computes, str(tmp_path))
+
+
+class KeepsRank(Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["saved_by"] = trainer.global_rank
+
+
+def _kept_by_one(layout: Layout, folder: str) -> None:
+    keep = ModelCheckpoint(folder, filename="one")
+    callbacks = [keep, *([KeepsRank()] if dist.get_rank() == 0 else [])]
+    trainer = make_trainer(layout, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(GPT(CONFIG).double(), train_loader(layout, 1))
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_a_hook_of_one_rank_alone_waits_for_nobody(layout: Layout, tmp_path: Path) -> None:
+    run_program(layout, _kept_by_one, str(tmp_path))
+    assert torch.load(tmp_path / "one.ckpt")["saved_by"] == 0

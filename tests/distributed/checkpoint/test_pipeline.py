@@ -179,6 +179,35 @@ def test_an_optimizer_with_another_order_of_parameters(tmp_path: Path) -> None:
     assert_same(*(run_program(PLAIN, _just_read, file)[0] for file in (ours, second)))
 
 
+class ByName(GPT):
+    """The optimizer gets the last blocks first, and is told their names."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        blocks = reversed([entry for entry in self.named_parameters() if entry[0].startswith("blocks")])
+        rest = [entry for entry in self.named_parameters() if not entry[0].startswith("blocks")]
+        return torch.optim.Adagrad([{"params": list(blocks)}, {"params": rest, "lr": 1e-1}], lr=1e-2)
+
+
+def _of_kind(layout: Layout, kind: type[GPT], path: str, form: str) -> None:
+    torch.manual_seed(3)
+    trainer = make_trainer(layout, strategy={"checkpoint": form})
+    trainer.fit(kind(GPTConfig(tied=False)).double(), train_loader(layout, 3))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", [Backwards, ByName])
+def test_a_folder_keeps_the_order_of_an_optimizers_parameters(kind: type[GPT], tmp_path: Path) -> None:
+    from lightning_megatp.checkpoint.convert import convert
+
+    plain, folder, converted = (tmp_path / f"{name}.ckpt" for name in ("plain", "folder", "converted"))
+    run_program(PLAIN, _of_kind, kind, str(plain), "file")
+    run_program(PP2, _of_kind, kind, str(folder), "folder")
+    convert(folder, converted, "file")
+    expected, found = (torch.load(path)["optimizer_states"][0] for path in (plain, converted))
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found["state"], expected["state"])
+
+
 @pytest.mark.parametrize("how", ["missing", "unexpected", "shape"])
 def test_a_checkpoint_that_does_not_fit(how: str, tmp_path: Path) -> None:
     path = str(tmp_path / "first.ckpt")

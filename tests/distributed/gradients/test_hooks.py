@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -431,3 +432,24 @@ def test_stages_clip_each_parameter_by_its_own_norm() -> None:
         for _, state, _ in run_program(layout, _fit, kind, CONFIGS["fused"]):
             for name, value in state.items():
                 torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=f"{kind} {layout} {name}")
+
+
+class ClippedAfterBackward(GPT):
+    """Also in batches that only accumulate, whose gradients are summed later."""
+
+    def on_after_backward(self) -> None:
+        clip_grad_norm_(self.parameters(), CLIP)
+
+
+class ClippedOnSchedule(ClippedAfterBackward):
+    def configure_callbacks(self) -> Any:
+        return GradientAccumulationScheduler({0: 1, 1: 2})
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2], ids=str)
+def test_gradients_that_are_not_summed_yet_are_not_clipped(layout: Layout) -> None:
+    constant = functools.partial(_fit, accumulate_grad_batches=2)
+    scheduled = functools.partial(_fit, max_epochs=2)
+    for fit, kind in ((constant, ClippedAfterBackward), (scheduled, ClippedOnSchedule)):
+        with pytest.raises(RankError, match=r"`on_after_backward` scales .* would be trained differently"):
+            run_program(layout, fit, kind, CONFIGS["fused"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,24 @@ def test_no_other_strategy_trains_a_part(layout: Layout) -> None:
     for said, before, after in run_program(layout, _train_by_another):
         assert "has split this Lit" in said and "SingleDeviceStrategy would train" in said
         assert before == after
+
+
+def _pickle(layout: Layout) -> list[str]:
+    trainer, module = _trainer(layout), Lit()
+    trainer.fit(module, _loader())
+    said = []
+    for part in (module, module.blocks[0]):
+        try:
+            pickle.dumps(part)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("layout", [TP2, PP2, ZERO3, Layout(dp=2, zero=1)], ids=str)
+def test_no_part_is_pickled(layout: Layout) -> None:
+    for said in run_program(layout, _pickle):
+        assert len(said) == 2 and all("is pickled whole" in text for text in said)
 
 
 def _validate_from_a_file(layout: Layout, path: str) -> list[str]:
