@@ -91,7 +91,8 @@ def frozen_twins(
     """Units of averaged copies (a teacher, a target network) -> the trained units that they are copies of.
 
     A unit without trained parameters, and a trained one of the same class and shapes whose name ends alike
-    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most. Of several networks
+    (`teacher.blocks.0` and `blocks.0`, or `student.blocks.0`): of several the one that shares most, and never one of a
+    network that differs in the shapes of another unit (an actor beside its critic). Of several networks
     (`target.0` beside `actor.0` and `critic.0`) it is the one with more such pairs, and else with the closer values. A
     unit that is an attribute of the model itself (`ema_head`) needs no such name, if a single trained one is like it.
     The user's loops over the parameters of both networks meet the same pairs on every stage, if each pair is on one.
@@ -109,9 +110,17 @@ def frozen_twins(
         for unit, part in parts.items()
     }
     frozen = [u for u in units if u in untrained or not any(p.requires_grad for p in parts[u].parameters())]
+
+    @functools.cache
+    def differ(network: str, other: str) -> bool:
+        start, its = (f"{name}." if name else "" for name in (network, other))
+        places = {unit: its + unit.removeprefix(start) for unit in units if unit.startswith(start)}
+        return any(place in kinds and kinds[place] != kinds[unit] for unit, place in places.items())
+
     near = {}
     for unit in frozen:
         alike = [other for other in units if other not in frozen and kinds[other] == kinds[unit]]
+        alike = [other for other in alike if not differ(*_starts(unit, other))]
         most = max((common_end(unit, other) for other in alike), default=0)
         if most or ("." not in unit and len(alike) == 1):
             near[unit] = [other for other in alike if common_end(unit, other) == most]

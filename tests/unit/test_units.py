@@ -404,6 +404,14 @@ def test_averaged_copies_of_one_of_several_networks_are_known() -> None:
     assert frozen_twins(model, find_units(model)) == critics
 
 
+def test_a_network_is_no_copy_of_another_one_with_a_layer_like_its_own() -> None:
+    model = nn.Module()
+    model.actor, model.critic = (nn.Sequential(nn.Linear(n, 4), nn.Linear(4, 4), nn.Linear(4, 1)) for n in (2, 3))
+    model.target = copy.deepcopy(model.critic).requires_grad_(False)
+    critics = {f"target.{i}": f"critic.{i}" for i in range(3)}
+    assert frozen_twins(model, find_units(model), {f"actor.{i}" for i in range(3)}) == critics
+
+
 class Keepers(nn.Module):
     """Modules without parameters that change buffers, and one that only has some."""
 
