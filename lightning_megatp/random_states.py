@@ -136,6 +136,34 @@ def is_generator(x: Any) -> bool:
     return isinstance(x, (torch.Generator, SobolEngine))
 
 
+def is_host_generator(x: Any) -> bool:
+    """Whether it is one of Python's or NumPy's."""
+    return is_generator(x) and not isinstance(x, (torch.Generator, SobolEngine))
+
+
+@contextlib.contextmanager
+def host_generators_seeded(seed: int, generators: Sequence[Any]) -> Iterator[None]:
+    """Let generators of Python and NumPy draw from a seed, and leave them as they were."""
+    states = [generator_state(generator) for generator in generators]
+    try:
+        for generator in generators:
+            _seed(generator, seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            set_generator_state(generator, state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
+    else:
+        bits = getattr(generator, "bit_generator", generator)
+        bits.state = type(bits)(seed % 2**64).state
+
+
 def generator_state(generator: Any) -> Any:
     """Where a generator is; the same generator elsewhere has the same there."""
     if isinstance(generator, random.Random):

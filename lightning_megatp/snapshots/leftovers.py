@@ -16,6 +16,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_megatp.origins import is_frameworks, package_of
+from lightning_megatp.random_states import generator_state, is_host_generator, set_generator_state
+from lightning_megatp.snapshots.snapshot import is_small_array
 
 _LARGE = 10_000
 """Containers with more entries are compared by their length."""
@@ -127,10 +129,11 @@ def _holds_reals(x: Any) -> bool:
 
 
 class PlainValues:
-    """The Python values on some modules at one moment: numbers, strings, None, and containers of nothing else.
+    """The Python values on some modules at one moment: numbers, strings, None, and containers of nothing else; what
+    small arrays of NumPy hold, and where generators of Python and NumPy are.
 
-    Other stages may need them in their part of the next step (a counter, a temperature), and they are small. The user's
-    own objects are looked into, and so are lists and dicts that hold other things beside.
+    Other stages may need them in their part of the next step (a counter, a temperature, losses by noise level). The
+    user's own objects are looked into, and so are lists and dicts that hold other things beside.
 
     Args:
         modules: by name; what their submodules hold is not looked at.
@@ -177,7 +180,7 @@ class PlainValues:
             if mine == pickled:
                 continue
             value = pickle.loads(pickled)
-            if mine is not None and not isinstance(value, CONTAINERS):
+            if mine is not None and type(value) not in (*CONTAINERS, _State):
                 differed.append(path)
             _set(self._modules[path[0]], path[1:], value)
         return differed
@@ -195,9 +198,19 @@ class PlainValues:
                 if not fixed:
                     with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
                         yield (*path, name), pickle.dumps(value)
+            elif is_small_array(value):
+                yield (*path, name), pickle.dumps(value)
+            elif is_host_generator(value):
+                yield (*path, name), pickle.dumps(_State(generator_state(value)))
             elif (inside := _opened(value)) is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
                 yield from self._plain((*path, name), inside)
+
+
+class _State(NamedTuple):
+    """Where a generator is."""
+
+    state: Any
 
 
 def _opened(value: Any) -> Any:
@@ -246,17 +259,26 @@ def is_own_object(value: Any) -> bool:
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:
-    """Set an attribute or an entry, where what holds it is there; a container is filled anew, so that whoever else
-    holds it sees the same."""
+    """Set an attribute or an entry, where what holds it is there; a container or an array is filled anew, so that
+    whoever else holds it sees the same."""
     *outer, name = path
     try:
         for part in outer:
             holder = _entries_of(holder)[part]
         entries = _entries_of(holder)
-        held = entries[name] if isinstance(entries, list) else entries.get(name)
+        held: Any = entries.get(name) if isinstance(entries, dict) else entries[name]
     except (KeyError, IndexError):  # it was made where the value was set
         return
-    if type(held) is type(value) and isinstance(value, (dict, list, set, deque)):
+    if isinstance(value, _State):
+        if is_host_generator(held):
+            set_generator_state(held, value.state)
+    elif (
+        is_small_array(held)
+        and isinstance(value, np.ndarray)
+        and (held.shape, held.dtype) == (value.shape, value.dtype)
+    ):
+        np.copyto(held, value)
+    elif type(held) is type(value) and isinstance(value, (dict, list, set, deque)):
         held.clear()
         (held.extend if isinstance(value, (list, deque)) else held.update)(value)
     elif entries is holder:

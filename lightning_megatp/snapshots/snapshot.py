@@ -24,6 +24,9 @@ from lightning_megatp.tensor.functions import is_in_place, operation_name
 LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
+MOST_OF_AN_ARRAY = 2**20
+"""Bytes of an array of NumPy that is taken for a state (losses by noise level); larger ones are taken for data."""
+
 CONTAINERS = (list, dict, set, deque)
 PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -33,7 +36,7 @@ _NOT_SEARCHED = ("builtins", "numpy")
 
 class Snapshot:
     """The attributes of objects and of what hangs on them: submodules, lists, dicts, sets, the user's own objects; and
-    the states of random number generators among them.
+    the states of random number generators among them, and what arrays of NumPy hold that are no data.
 
     Args:
         owners: modules, and objects of the user's.
@@ -149,6 +152,22 @@ def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
+def is_small_array(x: Any) -> bool:
+    """Whether it is an array of NumPy that may be changed in place, and is no data."""
+    changes = isinstance(x, np.ndarray) and x.flags.writeable and not x.dtype.hasobject
+    return changes and x.nbytes <= MOST_OF_AN_ARRAY
+
+
+def places_of(owners: Iterable[Any], kind: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """Where things of a kind hang on objects: a dict and a key, or a list and an index."""
+    found = []
+    for holder in holders_of(owners):
+        if isinstance(holder, (dict, list)) and len(holder) <= LARGE:
+            entries = holder.items() if isinstance(holder, dict) else enumerate(holder)
+            found += [(holder, key) for key, x in entries if kind(x)]
+    return found
+
+
 def modules_on(owner: Any) -> list[nn.Module]:
     """What hangs on an object, in lists, dicts and the user's own objects too, where a module doesn't register it."""
     submodules = list(owner.modules()) if isinstance(owner, nn.Module) else []
@@ -157,8 +176,8 @@ def modules_on(owner: Any) -> list[nn.Module]:
 
 
 def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ()) -> list[Any]:
-    """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`, and
-    generators."""
+    """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`,
+    generators, and arrays of NumPy of at most `MOST_OF_AN_ARRAY`."""
     found: dict[int, Any] = {}
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
@@ -166,7 +185,7 @@ def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ())
         if id(holder) in found:
             continue
         found[id(holder)] = holder
-        for entry in _entries(holder) if holder else ():  # most are empty, and most entries are plain
+        for entry in _entries(holder):  # most are plain
             kind: Any = type(entry)
             if not _is_never_searched(kind) and not isinstance(entry, leaving_out):
                 part = _held(entry)
@@ -183,7 +202,7 @@ def _is_never_searched(kind: type) -> bool:
 
 def _held(entry: Any) -> Any:
     """What of an entry may change in place; None for what belongs to others."""
-    if isinstance(entry, CONTAINERS) or is_generator(entry):
+    if isinstance(entry, CONTAINERS) or is_generator(entry) or is_small_array(entry):
         return entry
     if isinstance(entry, tuple):
         return list(tuple.__getitem__(entry, slice(None)))  # e3nn's have no length
@@ -194,8 +213,8 @@ def _held(entry: Any) -> Any:
 
 
 def _entries(holder: Any) -> list[Any]:
-    """What is searched of it."""
-    if not isinstance(holder, CONTAINERS) or len(holder) > LARGE:
+    """What is searched of it; most are empty."""
+    if not isinstance(holder, CONTAINERS) or not holder or len(holder) > LARGE:
         return []
     return list(holder.values()) if isinstance(holder, dict) else list(holder)
 
@@ -262,10 +281,12 @@ def is_same(now: Any, before: Any) -> bool:
     return type(now) in PLAIN and bool(now == before)
 
 
-def _way_back(generator: Any) -> Callable[[], None]:
-    """What puts a generator back where it is now."""
-    return functools.partial(set_generator_state, generator, generator_state(generator))
+def _way_back(x: Any) -> Callable[[], None]:
+    """What puts a generator back where it is now, or into an array what it holds."""
+    if isinstance(x, np.ndarray):
+        return functools.partial(np.copyto, x, x.copy())
+    return functools.partial(set_generator_state, x, generator_state(x))
 
 
 def _tensors(holder: Any) -> list[Tensor]:
-    return [x for x in _entries(holder) if isinstance(x, Tensor)] if holder else []
+    return [x for x in _entries(holder) if isinstance(x, Tensor)]

@@ -134,6 +134,8 @@ class SideEffects:
     """It changes attributes of the module, of its submodules or of what hangs on them."""
     draws_on_host: bool
     """It draws from Python's or NumPy's generators, which then are alike on all stages."""
+    drawn_apart: tuple[Spot, ...] = field(compare=False, repr=False)
+    """Such generators on the module, of which stages would draw other numbers; see `OwnDraws`."""
 
 
 @dataclass(frozen=True)

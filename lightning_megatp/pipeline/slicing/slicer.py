@@ -35,11 +35,12 @@ from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.reads import Answer
 from lightning_megatp.pipeline.slicing.rehearsal import Rehearsal
 from lightning_megatp.pipeline.slicing.running import StageMode, Taken
+from lightning_megatp.pipeline.slicing.state.own_draws import generators_at
 from lightning_megatp.pipeline.slicing.state.ownership import Ownership, Sizes
 from lightning_megatp.pipeline.slicing.state.put_back import putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Left, Tables
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
-from lightning_megatp.random_states import host_seeded, random_state_kept
+from lightning_megatp.random_states import host_generators_seeded, host_seeded, random_state_kept
 from lightning_megatp.shim.autograd import checkpoints_ended, handle_functions
 from lightning_megatp.shim.compiler import keep_compiler_out
 from lightning_megatp.shim.fakes import fake_tensor_mode, is_fake
@@ -458,6 +459,7 @@ class Slicer:
         with contextlib.ExitStack() as stack:
             if plan.effects.draws_on_host:
                 stack.enter_context(host_seeded(seed))
+                stack.enter_context(host_generators_seeded(seed, generators_at(plan.effects.drawn_apart)))
             if plan.effects.put_back and is_left:
                 stack.enter_context(putting_back(plan.effects.put_back))
             if drops:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.snapshots.leftovers import CONTAINERS, Attributes, is_plain
+from lightning_megatp.snapshots.snapshot import is_small_array
 
 
 class LeftState:
@@ -121,9 +122,9 @@ def _held(module: nn.Module, path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _is_plain_at(module: nn.Module, path: tuple[str, ...]) -> bool:
-    """Whether a number or the like, or containers of such, are there."""
+    """Whether a number or the like, or containers of such, or a small array are there."""
     held = _held(module, path)
-    return path[-1] in held and is_plain(held[path[-1]])
+    return path[-1] in held and (is_plain(held[path[-1]]) or is_small_array(held[path[-1]]))
 
 
 def _can_be_sent(value: Any) -> bool:

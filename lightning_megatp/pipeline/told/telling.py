@@ -132,7 +132,8 @@ class Telling:
             for path in paths:
                 warnings.warn(
                     f"MegaTPStrategy: the step sets `{name_of(path)}`, which other pipeline stages than the last learn"
-                    " after the batch: in the microbatches of one batch, they find the value from before it.",
+                    " after the batch: in the microbatches of one batch, they find the value from before it. If they"
+                    " read it, set it in `on_train_batch_end`, or use microbatches=1.",
                     stacklevel=2,
                 )
 

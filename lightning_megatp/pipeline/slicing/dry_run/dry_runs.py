@@ -27,6 +27,7 @@ from lightning_megatp.pipeline.slicing.operations import StepEnded
 from lightning_megatp.pipeline.slicing.plan import Operation, SideEffects, SlicePlan
 from lightning_megatp.pipeline.slicing.state.kept import KeptByUnits
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
+from lightning_megatp.pipeline.slicing.state.own_draws import OwnDraws
 from lightning_megatp.pipeline.slicing.state.put_back import Toggles, modules_with, putting_back
 from lightning_megatp.pipeline.slicing.state.tables import Left
 from lightning_megatp.pipeline.slicing.surroundings import Surroundings
@@ -160,14 +161,15 @@ class DryRuns:
         owned = self._ownership
         with self._prepared_to_plan(), owned.present(), owned.whole_as_fakes(), owned.buffers_aside():
             snapshot = state_before(self._module)
-            toggles = Toggles(snapshot)
-            tracer = self._tracer(snapshot, in_batch, toggles, manner)
+            toggles, draws = Toggles(snapshot), OwnDraws(self._module)
+            tracer = self._tracer(snapshot, in_batch, toggles, draws, manner)
             tracer.traits.varies = varies
             values_before = FirstValues(snapshot.tensors.values())
             try:
                 with owned.lists_noted() as lists, values_before, host_seeded(seed) as drawn, self._progress(tracer):
                     self._trace(tracer, step, batch, toggles)
                     draws_on_host = drawn()
+                draws.look()
                 values = tracer.ending.consume_left(snapshot)
                 left = Left(self._module, snapshot, values, tracer.host_reads.of_batch)
                 put_back = toggles.put_back_by_now()
@@ -182,8 +184,9 @@ class DryRuns:
             changes_batch = changes_batch or any(True for _ in containers.changed_entries())
             left_early = any(value.stage not in (None, self._n_stages - 1) for value in values)
             effects = SideEffects(
-                changes_batch, left_early, lists.any, put_back, tuple(set_late), changes_module, draws_on_host
-            )
+                changes_batch, left_early, lists.any, put_back, tuple(set_late), changes_module,
+                draws_on_host or draws.any, draws.apart(to_the_end=not tracer.ending.early),
+            )  # fmt: skip
             plan = make_plan(tracer, owned.names, effects)
             difference = None
             if is_run:
@@ -241,7 +244,9 @@ class DryRuns:
             forget_fakes(self._fake_mode)  # they know whether their parameters had a gradient
             torch.clear_autocast_cache()
 
-    def _tracer(self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, manner: Manner) -> Tracer:
+    def _tracer(
+        self, snapshot: Snapshot, batch: Sequence[Tensor], toggles: Toggles, draws: OwnDraws, manner: Manner
+    ) -> Tracer:
         owners = self._ownership.of_units()
         names = self._ownership.names
         glue = {tensor_id: name for tensor_id, name in names.items() if tensor_id not in owners}
@@ -249,7 +254,12 @@ class DryRuns:
         others = dict.fromkeys(snapshot.tensors, UNNAMED)
         values = Values(self._fake_mode, {**others, **buffers, **names}, owners, glue, self._n_stages, self._stand_ins)
         states = StageStates(self._shared)
-        return Tracer(values, self._around, states, manner, batch, snapshot.new_tensors, toggles.look)
+
+        def look() -> None:
+            toggles.look()
+            draws.look()
+
+        return Tracer(values, self._around, states, manner, batch, snapshot.new_tensors, look)
 
     def _progress(self, tracer: Tracer) -> contextlib.AbstractContextManager[None]:
         """A step that asks how far the training is may do something else in a later one (a curriculum of lengths)."""
