@@ -137,10 +137,11 @@ class PlainValues:
 
     Args:
         modules: by name; what their submodules hold is not looked at.
+        arrays: look at arrays and generators, too.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Mapping[str, nn.Module], arrays: bool = True) -> None:
+        self._modules, self._arrays = modules, arrays
         self._seen: set[int] = set()
         self._values: dict[Path, bytes] = {}
         for name, module in modules.items():
@@ -187,7 +188,7 @@ class PlainValues:
 
     def put_back(self) -> dict[Path, bytes]:
         """Undo what was set since, and return that. What is new stays."""
-        now = PlainValues(self._modules)
+        now = PlainValues(self._modules, self._arrays)
         now.adopt({path: value for path, value in self._values.items() if now._values.get(path) != value})
         return now.changes(self)
 
@@ -198,10 +199,10 @@ class PlainValues:
                 if not fixed:
                     with contextlib.suppress(pickle.PicklingError, AttributeError):  # of a class made inside a function
                         yield (*path, name), pickle.dumps(value)
-            elif is_small_array(value):
-                yield (*path, name), pickle.dumps(value)
-            elif is_host_generator(value):
-                yield (*path, name), pickle.dumps(_State(generator_state(value)))
+            elif is_small_array(value) or is_host_generator(value):
+                if self._arrays:
+                    told = value if isinstance(value, np.ndarray) else _State(generator_state(value))
+                    yield (*path, name), pickle.dumps(told)
             elif (inside := _opened(value)) is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
                 yield from self._plain((*path, name), inside)

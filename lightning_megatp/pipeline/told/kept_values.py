@@ -61,11 +61,11 @@ class KeptValues:
         n = self._batches[kind]
         self._looks = n & (n - 1) == 0
         modules = self._own if self._looks else {name: self._own[name] for name in self._telling & self._own.keys()}
-        before = PlainValues(modules) if modules else None
+        before = PlainValues(modules, arrays=False) if modules else None
         yield
         if before is None:
             return
-        now = PlainValues(modules)
+        now = PlainValues(modules, arrays=False)
         own = {path: value for path, value in now.changes(before).items() if len(path) == 2}  # objects may be shared
         self._set.update({path: value for path, value in own.items() if not self._is_of_a_table(*path)})
         self._microbatches = len(microbatches)
