@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_megatp.origins import is_frameworks, package_of
 from lightning_megatp.random_states import generator_state, is_host_generator, set_generator_state
-from lightning_megatp.snapshots.snapshot import is_small_array
+from lightning_megatp.snapshots.snapshot import FEW, is_small_array
 
 _LARGE = 10_000
 """Containers with more entries are compared by their length."""
@@ -215,16 +215,14 @@ class _State(NamedTuple):
 
 
 def _opened(value: Any) -> Any:
-    """What is looked into: the attributes of an object of the user's, the entries of a list or a dict of not too many;
-    None for all else."""
+    """What is looked into: the attributes of an object of the user's, the entries of a small list or dict; None for all
+    else."""
     if isinstance(value, (list, tuple, dict)):
         by_name = not isinstance(value, dict) or all(type(key) in (str, int) for key in value)
-        return value if _length(value) <= _OPENED and by_name else None
+        return value if _length(value) <= FEW and by_name else None
     return vars(value) if is_own_object(value) else None
 
 
-_OPENED = 100
-"""Entries of the largest list or dict that is looked into."""
 _MOST_OF_A_NUMBER = 64
 """Bytes of one that is pickled."""
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}

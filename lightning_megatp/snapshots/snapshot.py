@@ -24,8 +24,9 @@ from lightning_megatp.tensor.functions import is_in_place, operation_name
 LARGE = 10_000
 """Containers with more entries (data sets, vocabularies) are restored as they were, but not searched."""
 
-MOST_OF_AN_ARRAY = 2**20
-"""Bytes of an array of NumPy that is taken for a state (losses by noise level); larger ones are taken for data."""
+MOST_OF_AN_ARRAY, FEW = 2**20, 100
+"""Bytes of an array of NumPy that is taken for a state (losses by noise level), and entries of a container of such.
+Larger ones are taken for data."""
 
 CONTAINERS = (list, dict, set, deque)
 PLAIN = frozenset({type(None), bool, int, float, str})
@@ -177,7 +178,7 @@ def modules_on(owner: Any) -> list[nn.Module]:
 
 def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ()) -> list[Any]:
     """Everything under objects that can be changed in place, each once; modules and objects as their `__dict__`,
-    generators, and arrays of NumPy of at most `MOST_OF_AN_ARRAY`."""
+    generators, and arrays of NumPy of at most `MOST_OF_AN_ARRAY`, where there are few."""
     found: dict[int, Any] = {}
     waiting: list[Any] = [x.__dict__ for x in owners if hasattr(x, "__dict__")]
     while waiting:
@@ -189,7 +190,7 @@ def holders_of(owners: Iterable[Any], leaving_out: type | tuple[type, ...] = ())
             kind: Any = type(entry)
             if not _is_never_searched(kind) and not isinstance(entry, leaving_out):
                 part = _held(entry)
-                if part is not None:
+                if part is not None and not (isinstance(part, np.ndarray) and len(holder) > FEW):
                     waiting.append(part)
     return list(found.values())
 
