@@ -155,7 +155,7 @@ def drawn_by(modules: Iterable[nn.Module]) -> list[Any]:
 
 def is_small_array(x: Any) -> bool:
     """Whether it is an array of NumPy that may be changed in place, and is no data."""
-    changes = isinstance(x, np.ndarray) and x.flags.writeable and not x.dtype.hasobject
+    changes = type(x) is np.ndarray and x.flags.writeable and not x.dtype.hasobject  # a memmap is a file
     return changes and x.nbytes <= MOST_OF_AN_ARRAY
 
 
