@@ -203,9 +203,18 @@ class PlainValues:
                 if self._arrays:
                     told = value if isinstance(value, np.ndarray) else _State(generator_state(value))
                     yield (*path, name), pickle.dumps(told)
-            elif (inside := _opened(value)) is not None and id(value) not in self._seen:
+            elif (inside := self._opened(value)) is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
                 yield from self._plain((*path, name), inside)
+
+    def _opened(self, value: Any) -> Any:
+        """What is looked into: the attributes of an object of the user's, the entries of a small list or dict. None for
+        all else."""
+        if isinstance(value, (list, tuple, dict)):
+            few = _length(value) <= FEW and len(self._values) <= _MOST_VALUES
+            by_name = not isinstance(value, dict) or all(type(key) in (str, int) for key in value)
+            return value if few and by_name else None
+        return vars(value) if is_own_object(value) else None
 
 
 class _State(NamedTuple):
@@ -214,15 +223,8 @@ class _State(NamedTuple):
     state: Any
 
 
-def _opened(value: Any) -> Any:
-    """What is looked into: the attributes of an object of the user's, the entries of a small list or dict; None for all
-    else."""
-    if isinstance(value, (list, tuple, dict)):
-        by_name = not isinstance(value, dict) or all(type(key) in (str, int) for key in value)
-        return value if _length(value) <= FEW and by_name else None
-    return vars(value) if is_own_object(value) else None
-
-
+_MOST_VALUES = 2_000
+"""With more, no list or dict is looked into: they are looked at twice per batch."""
 _MOST_OF_A_NUMBER = 64
 """Bytes of one that is pickled."""
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
@@ -252,9 +254,13 @@ def _length(container: Any) -> int:
 
 
 def is_own_object(value: Any) -> bool:
-    """Whether a value is of a class of the user's, and keeps attributes."""
+    """Whether a value is of a class of the user's, and keeps attributes. Configurations (transformers', omegaconf's)
+    are large, and stay as they are."""
     kind: Any = type(value)
-    return _is_searched(kind) and package_of(kind) != "transformers" and hasattr(value, "__dict__")
+    return _is_searched(kind) and package_of(kind) not in _OF_CONFIGURATIONS and hasattr(value, "__dict__")
+
+
+_OF_CONFIGURATIONS = frozenset(["transformers", "omegaconf"])
 
 
 def _set(holder: Any, path: Path, value: Any) -> None:
@@ -266,7 +272,7 @@ def _set(holder: Any, path: Path, value: Any) -> None:
             holder = _entries_of(holder)[part]
         entries = _entries_of(holder)
         held: Any = entries.get(name) if isinstance(entries, dict) else entries[name]
-    except (KeyError, IndexError):  # it was made where the value was set
+    except (KeyError, IndexError, TypeError):  # it was made where the value was set
         return
     if isinstance(value, _State):
         if is_host_generator(held):
@@ -280,10 +286,10 @@ def _set(holder: Any, path: Path, value: Any) -> None:
     elif type(held) is type(value) and isinstance(value, (dict, list, set, deque)):
         held.clear()
         (held.extend if isinstance(value, (list, deque)) else held.update)(value)
-    elif entries is holder:
-        entries[name] = value
-    else:
+    elif entries is not holder:
         setattr(holder, name, value)
+    elif not isinstance(holder, tuple):
+        holder[name] = value
 
 
 def _entries_of(holder: Any) -> Any:
