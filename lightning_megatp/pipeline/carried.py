@@ -105,7 +105,7 @@ class Twice:
         """Whether there was no second batch yet."""
 
     def of(self, names: Sequence[str]) -> list[str]:
-        """Those of a batch that the batch before had, too; in the second one."""
+        """What the second batch has of such names that the first had, too; nothing for others."""
         first, self._first = self._first, set(names)
         self.wanted = first is None
         return [name for name in names if name in (first or ())]

@@ -32,7 +32,7 @@ class LeftState:
         """What has changed, by the names that lead to it; and the module before that."""
 
     def attributes(self) -> Attributes:
-        """Those of the module now; without averages of weights, which hooks find in another form than steps."""
+        """The module's attributes now, without averages of weights, which hooks find in another form than steps."""
         shadows = self._parallel.shadows
         return Attributes(self._parallel.module, frozenset() if shadows is None else shadows.slots)
 

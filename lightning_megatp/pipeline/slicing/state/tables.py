@@ -76,7 +76,7 @@ class Left:
         return [entry for entry in around if type(entry.value) in PLAIN]
 
     def late(self, plan: SlicePlan) -> list[_Entry]:
-        """Those of both to which not every stage comes.
+        """The entries, and what is beside them, to which not every stage comes.
 
         Args:
             plan: of the step that left them.
@@ -176,7 +176,7 @@ class Tables:
         return len(found) == len(held) and all(x is y for x, y in zip(found, held, strict=True))
 
     def lengths_among(self, values: Mapping[Path, bytes], modules: Mapping[str, nn.Module]) -> dict[Path, bytes]:
-        """Of Python values that a stage has set on modules, those that say what its tables are for."""
+        """The Python values that say what tables are for, among those that a stage has set on modules."""
         early = self._beside - self._late.keys()
         places = {path: (id(vars(modules[path[0]])), path[1]) for path in values if len(path) == 2}
         return {path: values[path] for path, place in places.items() if place in early}
