@@ -252,6 +252,7 @@ class BatchRun:
         if microbatch < len(self.microbatches) - 1:
             return
         leaves, seed, tail = whole.join(), mixed(self.seed, len(self.microbatches)), self.last_stage + 1
+        # what tables are for was put back after each microbatch, and the tables that these have made are still there
         set_by_parts = self._plain_values.get(self.last_stage, {})
         PlainValues(self.opened).adopt(self.slicer.tables.lengths_among(set_by_parts, self.opened))
         with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from lightning_megatp.pipeline.own_values import NORMS
 from lightning_megatp.pipeline.slicing.locator import Locator
 from lightning_megatp.pipeline.told.held_tensors import HeldTensors
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.snapshots.leftovers import Path, PlainValues, is_own_object
+from lightning_megatp.snapshots.leftovers import Path, PlainValues, is_own_object, name_of
 from lightning_megatp.snapshots.snapshot import PLAIN, Snapshot
 from lightning_megatp.tensor.functions import operation_name
 
@@ -142,8 +142,7 @@ class OwnNumbers:
         if self._before is not None:
             self._names.update(dict.fromkeys(now[0].reals_set(self._before[0])))
             changed = [path for path, x in now[1].changes(self._before[1]).items() if x.value.is_floating_point()]
-            names = (".".join(filter(None, path)) for path in changed if self._is_buffer(path))
-            self._buffers.update(dict.fromkeys(names))
+            self._buffers.update(dict.fromkeys(name_of(path) for path in changed if self._is_buffer(path)))
         self._before = now
 
     def _is_buffer(self, path: Path) -> bool:
@@ -174,10 +173,9 @@ def lists_on(modules: Mapping[str, nn.Module]) -> dict[str, list[Any]]:
     for name, module in modules.items():
         for key, x in vars(module).items():
             if type(x) is list:
-                found[f"{name}.{key}".lstrip(".")] = x
+                found[name_of((name, key))] = x
             elif type(x) not in _NO_OBJECTS and is_own_object(x):
-                inside = {f"{name}.{key}.{inner}": y for inner, y in vars(x).items() if type(y) is list}
-                found |= {path.lstrip("."): y for path, y in inside.items()}
+                found |= {name_of((name, key, inner)): y for inner, y in vars(x).items() if type(y) is list}
     return found
 
 

@@ -139,9 +139,8 @@ def _keeping(layout: Layout, how: str, by_hand: bool) -> list[str]:
 @pytest.mark.parametrize("how", ["sum", "dict", "factor", "calls", "longest", "schedule"])
 def test_numbers_that_a_step_keeps_of_microbatches_are_warned_of(how: str, by_hand: bool) -> None:
     told = run_program(Layout(pp=2, microbatches=2), _keeping, how, by_hand)[0]
-    if how in ("longest", "schedule") or (
-        how == "dict" and by_hand
-    ):  # behind its part, what is read of a loss is the batch's
+    of_batch = how == "dict" and by_hand  # behind its part, what is read of a loss is the batch's
+    if of_batch or how in ("longest", "schedule"):
         assert told == []
     else:
         name = {"dict": "numbers", "calls": "calls"}.get(how, "number")
