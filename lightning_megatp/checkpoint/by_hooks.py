@@ -209,15 +209,14 @@ def _completed(
             value = parallel.whole_like(name, x.detach())
             if keeps:
                 whole[path].append(Entry(key, name, value.cpu()))
-    if not keeps:
-        return content
-    if mesh.size("pp") > 1:
-        stages = mesh.exchange(whole, "pp")
+    completed = content
+    if keeps:
+        stages = mesh.exchange(whole, "pp") if mesh.size("pp") > 1 else []
         for path in dict.fromkeys(path for stage in stages for path in stage):
             of_stages = [stage.get(path, []) for stage in stages]
             whole[path] = merge_stages(of_stages, parallel.order, ".".join(map(str, path[1:])))
-    completed: dict[str, Any] = _with((), content, found, whole)
-    if any(map(is_fake, tree_leaves(completed))):
+        completed = _with((), content, found, whole)
+    if any(mesh.exchange(keeps and any(map(is_fake, tree_leaves(completed))), *AXES)):  # all ranks raise
         raise RuntimeError(
             f"MegaTPStrategy: `{hook}` puts something into the checkpoint that it computes of weights of other pipeline"
             " stages than this one. Save the weights themselves, which are gathered."
