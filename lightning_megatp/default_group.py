@@ -32,6 +32,9 @@ _FROM_FIRST = {
 }  # fmt: skip
 """Where a peer that is not given is the group's first rank; torch would take the first of all."""
 
+_WITHOUT = sys.stdlib_module_names | {"torch", THIS_PACKAGE, "numpy", "sympy", "mpmath"}
+"""Packages whose modules are not searched for such functions: half of all names that a program has are theirs."""
+
 
 class DefaultGroup:
     """Another default group for the functions of torch.distributed. (To replace torch's own for a while would not do:
@@ -95,7 +98,7 @@ def _imported(functions: Mapping[str, Callable[..., Any]]) -> Iterator[tuple[dic
     known = {id(function): name for name, function in functions.items()}
     for path, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or path.partition(".")[0] in ("torch", THIS_PACKAGE):
+        if not isinstance(names, dict) or path.partition(".")[0] in _WITHOUT:
             continue
         if not known.keys().isdisjoint(map(id, list(names.values()))):  # few of the thousands of modules have any
             yield from ((names, name, known[id(x)]) for name, x in list(names.items()) if id(x) in known)
