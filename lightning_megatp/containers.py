@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatp.shim.torch import tree_leaves
+from lightning_megatp.shim.torch import tree_leaves, tree_map
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -18,9 +19,30 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return found
 
 
+def with_tensors(replaced: Callable[[Tensor], Any], value: Any) -> Any:
+    """A copy of nested containers with other things in place of the tensors that `tensors_in` finds."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return replaced(value)
+    if kind is tuple or kind is list:
+        return kind([with_tensors(replaced, x) for x in value])
+    if kind is dict:
+        return {key: with_tensors(replaced, x) for key, x in value.items()}
+    if kind in _PLAIN:
+        return value
+    return tree_map(lambda x: replaced(x) if isinstance(x, Tensor) else x, value)
+
+
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """What an optimizer steps, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def leaves_in(*values: Any) -> list[Any]:
+    """What nested lists, tuples and dicts hold at last, in order, and what else torch's pytree knows holds."""
+    found: list[Any] = []
+    _collect_leaves(values, found)
+    return found
 
 
 def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
@@ -33,8 +55,24 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
             _collect(value, found)
         elif kind is dict:
             _collect(value.values(), found)
-        elif value is not None and kind not in _PLAIN:
+        elif kind not in _PLAIN:
             found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
-_PLAIN = frozenset({bool, int, float, str})
+def _collect_leaves(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor) or kind in _PLAIN:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            _collect_leaves(value, found)
+        elif kind is dict:
+            _collect_leaves(value.values(), found)
+        else:
+            found += tree_leaves(value)
+
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""What is no container, to pytree either; operations are given these most often."""

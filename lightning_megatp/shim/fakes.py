@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -82,8 +83,10 @@ def is_fake(x: object) -> bool:
 
 
 def fake_of(mode: FakeTensorMode, x: Tensor) -> Tensor:
-    """A tensor without data like x. In torch 2.14 that of a number would remember it, in `item_memo`."""
-    fake: Any = mode.from_tensor(x)
+    """A tensor without data like x. In torch 2.14 that of a number would remember it, in `item_memo`. Modes that watch
+    torch's functions need not see the fifty attributes that are read for it."""
+    with DisableTorchFunction():
+        fake: Any = mode.from_tensor(x)
     fake.item_memo = None
     return fake
 

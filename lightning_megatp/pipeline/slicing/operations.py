@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.calls import Told
-from lightning_megatp.containers import tensors_in
+from lightning_megatp.containers import leaves_in, tensors_in
 from lightning_megatp.shim.autograd import generator_bytes
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.shim.torch import tree_leaves, tree_map
+from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.tensor.functions import operation_names
 from lightning_megatp.tensor.random import default_generator
 
@@ -121,7 +121,7 @@ _INTEGERS = frozenset([torch.int8, torch.int16, torch.int32, torch.int64])
 
 def generators_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators among an operation's arguments."""
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Generator)]
+    return [x for x in leaves_in(args, kwargs) if isinstance(x, torch.Generator)]
 
 
 def generators_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megatp.containers import leaves_in
 from lightning_megatp.pipeline.slicing.operations import generators_given
 from lightning_megatp.random_states import HostState
 from lightning_megatp.shim.autograd import generator_bytes
-from lightning_megatp.shim.torch import tree_leaves
 
 
 class Deed(NamedTuple):
@@ -42,7 +42,7 @@ def deed_of(
     """
     if name.startswith("_record_function"):  # of a profiler
         return Deed(name, ())
-    numbers = [_plain(x, lasting) for x in tree_leaves((args, kwargs))]
+    numbers = [_plain(x, lasting) for x in leaves_in(args, kwargs)]
     generators = generators_given(args, kwargs) if drawing else []
     states = [f"a generator in state {hash(generator_bytes(g)):x}" for g in generators]
     return Deed(name, (*filter(None, numbers), *states))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatp.containers import tensors_in
+from lightning_megatp.containers import tensors_in, with_tensors
 from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.operations import HOST_READS, NeedsValues
@@ -23,7 +23,7 @@ from lightning_megatp.shim.fakes import (
     missed_data,
 )
 from lightning_megatp.shim.modules import modules_convert_without_data
-from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version
 
 
 class Fakes:
@@ -56,7 +56,7 @@ class Fakes:
             raise NeedsValues("it reads a value on the host")
         real = [x for x in tensors_in(args, kwargs) if not self.is_without_data(x)]
         before = [tensor_version(self._values.fake(x)) for x in real]
-        args, kwargs = tree_map(lambda x: self._values.fake(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        args, kwargs = with_tensors(self._values.fake, (args, kwargs))
         out = self._compute(name, function, args, kwargs)
         for x, version in zip(real, before, strict=True):
             if tensor_version(self._values.fake(x)) != version and self._values.get(x) is None:
@@ -82,14 +82,15 @@ class Fakes:
         """Whether nobody knows its values in a dry run."""
         known = self._values.get(x)
         known_to_be = known is not None and known.stage is not None
-        learns = self._is_inside and x.requires_grad  # or what comes of it would have no graph, where it meets weights
-        return is_fake(x) or self._values.is_of_unit(x) or known_to_be or x in self._filled or learns
+        if is_fake(x) or self._values.is_of_unit(x) or known_to_be or x in self._filled:
+            return True
+        return self._is_inside and x.requires_grad  # or what comes of it would have no graph, where it meets weights
 
     def needs_values(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether an operation that was done on values can't be done without."""
         try:
             with self.mode, torch.no_grad():
-                args, kwargs = tree_map(lambda x: _empty(x) if isinstance(x, Tensor) else x, (args, kwargs))
+                args, kwargs = with_tensors(_empty, (args, kwargs))
             with torch.no_grad():
                 self._compute(name, function, args, kwargs)
         except NeedsValues:
@@ -104,7 +105,7 @@ class Fakes:
 
         def on_fakes(name: str, function: Callable[..., Any], given: Any) -> tuple[Callable[..., Any], Any]:
             with DisableTorchFunction():
-                return function, tree_map(lambda x: self._values.fake(x) if isinstance(x, Tensor) else x, given)
+                return function, with_tensors(self._values.fake, given)
 
         before, self._is_inside = self._is_inside, True
         try:

@@ -22,7 +22,7 @@ from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.operations import HOST_READS, NeedsValues, random_states
 from lightning_megatp.shim.fakes import is_fake
-from lightning_megatp.shim.torch import tensor_version, tree_map
+from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
 from lightning_megatp.tensor.functions import check_caller, operation_name
 
 
@@ -204,4 +204,5 @@ _MOST_ANSWERS = 1000
 
 
 def _versions(x: Tensor, fake: Tensor) -> tuple[int, int]:
-    return tensor_version(x), tensor_version(fake)
+    with DisableTorchFunction():
+        return tensor_version(x), tensor_version(fake)

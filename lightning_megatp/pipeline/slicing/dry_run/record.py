@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatp.containers import tensors_in
+from lightning_megatp.containers import leaves_in, tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds, Moment, deed_of
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.operations import LIKE_ANOTHER, SHAPE_ONLY
 from lightning_megatp.pipeline.slicing.plan import Key, Operation, recipe_of
 from lightning_megatp.shim.fakes import FakeTensorMode
-from lightning_megatp.shim.torch import tree_leaves, tree_map
+from lightning_megatp.shim.torch import tree_map
 
 
 class Record:
@@ -89,7 +89,7 @@ class Record:
         for value in call.inputs:
             if value.stage is None or not call.shape_only:
                 self.use(value, stage, call.by, made)
-        leaves = tree_leaves((call.args, call.kwargs))
+        leaves = leaves_in(call.args, call.kwargs)
         scalars = tuple(x for x in leaves if isinstance(x, (bool, int, float, str)))
         recipe = recipe_of(call.name, scalars, [value.identity for value in call.inputs])
         if stage is None:

@@ -14,7 +14,7 @@ from lightning_megatp.pipeline.slicing.plan import Key
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED, Changed, LastingChanges
 from lightning_megatp.shim.autograd import is_transformed
 from lightning_megatp.shim.fakes import FakeTensorMode, fake_of, is_fake
-from lightning_megatp.shim.torch import storage_id, tensor_version
+from lightning_megatp.shim.torch import DisableTorchFunction, storage_id, tensor_version
 
 StandIns = MutableMapping[Tensor, tuple[Tensor, Any]]
 """By the identity of tensors, as long as these are there: one without data, and the form that it was made for."""
@@ -127,7 +127,8 @@ class Values:
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """For a tensor that is no value of the step (a table, a mask that all layers take): made once, as long as the
         tensor has the same form."""
-        form = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        with DisableTorchFunction():
+            form = tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
         fake, at = self._stand_ins.get(tensor, (None, None))
         if fake is None or at != form:
             self._stand_ins.pop(tensor, None)  # or the mode would find it again
@@ -301,4 +302,5 @@ class Values:
 
 def versions(values: list[Value]) -> list[tuple[int, int]]:
     """How often the tensors of values, and their stand-ins, were changed in place so far."""
-    return [(tensor_version(v.tensor), 0 if v.fake is None else tensor_version(v.fake)) for v in values]
+    with DisableTorchFunction():
+        return [(tensor_version(v.tensor), 0 if v.fake is None else tensor_version(v.fake)) for v in values]

@@ -93,10 +93,11 @@ class Ownership:
         """
         for tensor_id, name in self.names.items():
             self._uses.setdefault(name, set()).update(owners.get(tensor_id, set()))
-        homes = self.of_units()
-        for name, buffer in self._module.named_buffers():
+        used = [(name, buffer) for name, buffer in self._module.named_buffers() if owners.get(id(buffer))]
+        homes = self.of_units() if used else {}
+        for name, buffer in used:
             homes_of = homes.get(id(buffer), set())
-            if apart := owners.get(id(buffer), set()) - homes_of:
+            if apart := owners[id(buffer)] - homes_of:
                 raise SliceError(
                     f"the step uses the buffer `{name}` on pipeline stage {min(apart)}, and its module is on stage"
                     f" {min(homes_of)}. Make that module a child of those that use the buffer (`self.child = module` in"
