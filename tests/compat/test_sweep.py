@@ -47,7 +47,7 @@ def test_stages(name: str) -> None:
     assert result.status == "verified", result.why
 
 
-@pytest.mark.parametrize("name", ["hubert", "mobilebert", pytest.param("t5", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("name", fewer(["hubert", "mobilebert", "t5"], extended=["mobilebert", "t5"]))
 def test_split_stages(name: str) -> None:
     result = run_ranks(4, check_stages, name, True, 2)[0]
     assert result.status == "verified", result.why

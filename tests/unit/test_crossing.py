@@ -1,4 +1,4 @@
-"""The fast suite leaves out cases, and no value of a parameter."""
+"""The fast suite leaves out cases, and no value of a parameter but layouts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def test_one_mark(a, b): ...
 
 def test_fixture(kind): ...
 
+@pytest.mark.parametrize("layout", [object(), object(), object()])
+def test_layouts(layout): ...
+
 def test_alone(): ...
 """
 
@@ -46,7 +49,7 @@ def test_of_marks_and_fixtures_every_value_is_left(pytester: pytest.Pytester, mo
     kept = [item for item in items if item not in left_out(items)]
     by_test = {name: [x for x in kept if x.name.split("[")[0] == name] for name in {x.name.split("[")[0] for x in kept}}
     assert {name: len(cases) for name, cases in by_test.items()} == {
-        "test_product": 3, "test_one_mark": 4, "test_fixture": 2, "test_alone": 1,
+        "test_product": 3, "test_one_mark": 4, "test_fixture": 2, "test_layouts": 1, "test_alone": 1,
     }  # fmt: skip
     params = [item.callspec.params for item in by_test["test_product"] if isinstance(item, pytest.Function)]
     assert {x["kind"] for x in params} == {"file", "folder"} and len({id(x["layout"]) for x in params}) == 3

@@ -558,17 +558,15 @@ def _habits(layout: Layout, habits: list[type[Any]]) -> dict[str, dict[str, Tens
     return found
 
 
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("part", range(3))
-def test_habits(part: int) -> None:
+def test_habits(part: int, zero: int) -> None:
     habits = HABITS[part::3]  # a call has two minutes
     expected = run_program(Layout(dp=2), _habits, habits)[0]
-    for zero in (1, 3):
-        found = run_program(Layout(dp=2, zero=zero), _habits, habits)[0]
-        for habit, state in expected.items():
-            for name, value in state.items():
-                torch.testing.assert_close(
-                    found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}"
-                )
+    found = run_program(Layout(dp=2, zero=zero), _habits, habits)[0]
+    for habit, state in expected.items():
+        for name, value in state.items():
+            torch.testing.assert_close(found[habit][name], value, atol=1e-9, rtol=0, msg=f"zero={zero} {habit} {name}")
 
 
 class LoadsInTheStep(Plain):

@@ -402,14 +402,14 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
     ("name", "text"),
     [
         ("leaves", "exp"),
-        ("generates", "token by token"),
+        pytest.param("generates", "token by token", marks=pytest.mark.extended),
         ("freezes", "frozen or unfrozen since"),
         pytest.param("unfreezes", "frozen or unfrozen since", marks=pytest.mark.extended),
         pytest.param("no loss", "instead of a loss", marks=pytest.mark.extended),
         ("finds nothing", "StopIteration"),
-        ("logs others", "self.log('norm', ...) was given a value without data"),
+        pytest.param("logs others", "self.log('norm', ...) was given a value without data", marks=pytest.mark.extended),
         ("penalty", "`abs`"),
-        ("penalty later", "`abs`"),
+        pytest.param("penalty later", "`abs`", marks=pytest.mark.extended),
     ],
 )
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:

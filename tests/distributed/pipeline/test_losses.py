@@ -295,7 +295,8 @@ def _fit(layout: Layout, names: list[str], inside: bool = False, marked: int = 0
 @pytest.mark.parametrize(
     ("layout", "inside", "some"),
     [
-        *((PP2, False, slice(first, None, 4)) for first in range(4)),
+        *((PP2, False, slice(first, None, 4)) for first in range(2)),
+        *(pytest.param(PP2, False, slice(first, None, 4), marks=pytest.mark.extended) for first in (2, 3)),
         (PP2, True, slice(0, None, 6)),
         (Layout(pp=2, schedule="zb_v"), False, slice(1, None, 6)),
         (TP2_PP2, False, slice(2, None, 8)),

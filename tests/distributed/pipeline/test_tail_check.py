@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
+from tests.crossing import fewer
 from tests.distributed.training import DP2_PP2, PLAIN, PP2, TP2_PP2, Layout, Losses, make_trainer, run_program
 
 # y: (B, 6) of the model, t: (B, 6), both float64
@@ -198,9 +199,9 @@ def test_what_is_made_of_all_samples_before_the_tail_is_said() -> None:
         assert any(said in text for text in texts) if said else not texts, (name, texts)
 
 
-@pytest.mark.parametrize("some", [slice(0, None, 2), slice(1, None, 2)], ids=["even", "odd"])
-def test_losses_that_couple_samples_are_said_with_the_numbers(some: slice) -> None:
-    names = list(COUPLED)[some]
+@pytest.mark.parametrize("first", fewer(range(2), extended=[1]))
+def test_losses_that_couple_samples_are_said_with_the_numbers(first: int) -> None:
+    names = list(COUPLED)[first::2]
     (expected,) = run_program(PLAIN, _coupled, names)
     found = run_program(PP2, _coupled, names)
     for name in names:
@@ -230,21 +231,21 @@ def test_reasons_that_are_known_are_given_the_numbers() -> None:
     assert expected["a root of ones"][0] == pytest.approx(found[0]["a root of ones"][0])
 
 
-def test_others_are_not_and_nothing_is_left() -> None:
+@pytest.mark.parametrize("layout", fewer([PP2, TP2_PP2], extended=[TP2_PP2]), ids=str)
+def test_others_are_not_and_nothing_is_left(layout: Layout) -> None:
     names = list(OWN)
     (expected,) = run_program(PLAIN, _own, names)
-    for layout in (PP2, TP2_PP2):
-        found = run_program(layout, _own, names)
-        for name in names:
-            texts = [text for of_rank in found for text in of_rank[name][1]]
-            assert len(texts) == 1 and "over samples: `val_largest` 1.034 and 0.811." in texts[0], (name, texts)
-            kept = [of_rank[name][2] for of_rank in found if of_rank[name][2][2] is not None]
-            for n, calls, mean in kept:
-                assert (n, calls) == (16, 16)  # 4 batches of 4 microbatches
-                assert name == "drawn" or mean == pytest.approx(expected[name][2][2], rel=1e-6)
-            for losses, _, _, f1 in (of_rank[name] for of_rank in found):
-                assert name == "drawn" or losses == pytest.approx(expected[name][0], rel=1e-9)
-                assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
+    found = run_program(layout, _own, names)
+    for name in names:
+        texts = [text for of_rank in found for text in of_rank[name][1]]
+        assert len(texts) == 1 and "over samples: `val_largest` 1.034 and 0.811." in texts[0], (name, texts)
+        kept = [of_rank[name][2] for of_rank in found if of_rank[name][2][2] is not None]
+        for n, calls, mean in kept:
+            assert (n, calls) == (16, 16)  # 4 batches of 4 microbatches
+            assert name == "drawn" or mean == pytest.approx(expected[name][2][2], rel=1e-6)
+        for losses, _, _, f1 in (of_rank[name] for of_rank in found):
+            assert name == "drawn" or losses == pytest.approx(expected[name][0], rel=1e-9)
+            assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
 
 
 CONSTANT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {

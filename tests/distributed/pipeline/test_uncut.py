@@ -232,7 +232,9 @@ def test_what_blocks_change_is_changed_for_all(layout: Layout) -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-GENERATED = crossed(["t5", "cache", "beams", "static", "states"], [PP2, TP2_PP2])
+GENERATED = crossed(
+    ["t5", "cache", "beams", "static", "states"], [PP2, TP2_PP2], extended=[("beams", PP2), ("states", PP2)]
+)
 
 
 @pytest.mark.parametrize(("kind", "layout"), GENERATED, ids=str)
