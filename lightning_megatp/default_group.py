@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from lightning_megatp.origins import THIS_PACKAGE, package_of_frame
+from lightning_megatp.snapshots.snapshot import places_of
 
 _NAMES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
@@ -51,6 +53,23 @@ class DefaultGroup:
         self._originals = {replaced: function for function, replaced in self._functions.values()}
         self._places = [(vars(dist), name, *both) for name, both in self._functions.items()]
         self._places += [(names, name, *self._functions[of]) for names, name, of in _imported(found)]
+        self._kept: list[tuple[Any, Any, Any, Any]] = []
+
+    def stand_on(self, owner: nn.Module) -> None:
+        """Stand for the functions that a module or something on it keeps, too, by themselves or as partials: a layer
+        that is made when the processes are there may have `self.sum = torch.distributed.all_reduce`."""
+        known = {id(function): replaced for function, replaced in self._functions.values()}
+
+        def keeps(x: Any) -> bool:
+            return id(x.func if isinstance(x, functools.partial) else x) in known
+
+        self._kept = []
+        for holder, key in places_of(owner.modules(), keeps):
+            kept = holder[key]
+            replaced = known[id(kept.func if isinstance(kept, functools.partial) else kept)]
+            if isinstance(kept, functools.partial):
+                replaced = functools.partial(replaced, *kept.args, **kept.keywords)
+            self._kept.append((holder, key, kept, replaced))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -59,12 +78,12 @@ class DefaultGroup:
         if dist.get_rank is self._functions["get_rank"][1]:  # a step within its batch, a backward within a step
             yield
             return
-        for names, name, _, replaced in self._places:
+        for names, name, _, replaced in (*self._places, *self._kept):
             names[name] = replaced
         try:
             yield
         finally:
-            for names, name, function, _ in self._places:
+            for names, name, function, _ in (*self._places, *self._kept):
                 names[name] = function
 
     def _with_default(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

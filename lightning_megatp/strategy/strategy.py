@@ -307,6 +307,8 @@ class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods
         if without_ranks():
             answer(self, trainer, self._example(trainer))
         mesh = self._mesh()
+        if self._default_group is not None:
+            self._default_group.stand_on(trainer.lightning_module)
         synchronize_random_state(mesh)  # before loaders draw their seed
         if self.parallelism.split_form(trainer.lightning_module) is None:
             share_drawn(trainer.lightning_module, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -46,6 +47,9 @@ class Model(LightningModule):
         super().__init__()
         self.habit, self.losses = habit, []  # type: ignore[var-annotated]
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 1)
+        # As vector quantisers for DDP have it, that are made when the processes are there.
+        adds_up: Any = dist.all_reduce if dist.is_initialized() else torch.clone
+        self.adds_up = {"keeps a function": adds_up, "keeps a partial": functools.partial(adds_up)}.get(habit)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -79,6 +83,10 @@ class Model(LightningModule):
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(total)
             self.log("result", total[0] / total[1])
+        elif self.adds_up is not None:
+            total = torch.tensor([sum(self.losses), 1.0])
+            self.adds_up(total)
+            self.log("result", total[0])
         elif self.habit == "shares out":
             with torch.no_grad():
                 total = sum(
@@ -114,6 +122,8 @@ def _results(layout: Layout, habit: str) -> dict[str, float]:
 
 CASES = [
     *((habit, layout) for habit in ("gathers", "sums") for layout in (TP2, PP2, TP2_DP2)),
+    *(("keeps a function", layout) for layout in (TP2, PP2, TP2_DP2)),
+    ("keeps a partial", TP2),
     *(("shares out", layout) for layout in (TP2, TP2_DP2)),
     *(("noise", layout) for layout in (TP2, PP2)),
     *(("transforms", layout) for layout in (TP2, Layout(dp=2, zero=3))),
