@@ -18,6 +18,7 @@ from lightning_megatp.pipeline.slicing.dry_run.host_reads import HostReads
 from lightning_megatp.pipeline.slicing.dry_run.lineages import Lineage, Lineages
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
 from lightning_megatp.pipeline.slicing.errors import SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.operations import NeedsValues, StepEnded
@@ -147,7 +148,7 @@ def test_reads_of_the_batch_are_told_from_those_of_constants() -> None:
 
 def test_the_end_of_a_step_takes_what_is_returned_and_early_losses() -> None:
     parts = Parts()
-    ending = Ending(parts.values, parts.record, parts.provenance, is_tail=False)
+    ending = Ending(parts.values, parts.record, parts.provenance, StageStates({}), is_tail=False)
     hidden = parts.of_stage(0)
     ending.consume({"hidden": [hidden]}, gradient=False, by="the result")
     value = parts.values.get(hidden)
@@ -163,8 +164,10 @@ def test_the_end_of_a_step_takes_what_is_returned_and_early_losses() -> None:
 def test_a_step_that_ends_unseen_before_the_last_stage_is_refused() -> None:
     parts = Parts()
     with pytest.raises(SliceError, match="has not begun"):
-        Ending(parts.values, parts.record, parts.provenance, is_tail=False).end_unseen("a class of tensors")
-    ending = Ending(parts.values, parts.record, parts.provenance, is_tail=True)
+        Ending(parts.values, parts.record, parts.provenance, StageStates({}), is_tail=False).end_unseen(
+            "a class of tensors"
+        )
+    ending = Ending(parts.values, parts.record, parts.provenance, StageStates({}), is_tail=True)
     ending.end_unseen("a class of tensors")
     assert ending.early == "a class of tensors"
 

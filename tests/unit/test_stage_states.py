@@ -162,6 +162,36 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
 
 
+class Taking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: nn.Module) -> Tensor:
+        return x + self.linear(x * positions(x)).tanh()
+
+
+class Handing(nn.Module):
+    """Its module of positions, which has no parameters, is no block's: blocks are given it, one inside of another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        rotary = Rotary(how)
+        rates = rotary.rates.detach()
+        del rotary.rates
+        rotary.register_buffer("rates", rates)
+        self.positions = nn.Sequential(rotary)
+        self.blocks = nn.ModuleList(Taking() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x, positions=self.positions)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+
 def batch(length: int) -> Tensor:
     return torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
 
@@ -172,7 +202,16 @@ TABLES = ["attribute", "dict", "buffer", "in place", "object", "kept object", "f
 @pytest.mark.parametrize(("how", "n"), crossed(list(TABLES), [4, 2]))
 def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
     torch.manual_seed(0)
-    module = (MaskedModel(how) if how == "object" else Model(how)).double()
+    _compare((MaskedModel(how) if how == "object" else Model(how)).double(), n)
+
+
+@pytest.mark.parametrize("how", ["attribute", "dict", "buffer"])
+def test_of_a_module_that_they_are_given_too(how: str) -> None:
+    torch.manual_seed(0)
+    _compare(Handing(how).double(), 2)
+
+
+def _compare(module: nn.Module, n: int) -> None:
     pipe = pipeline(module, batch(5), n)
     whole = copy.deepcopy(module)
     for length in (5, 5, 7, 4, 7):
@@ -195,6 +234,12 @@ def test_each_stage_makes_its_own_table(how: str, n: int) -> None:
 def test_a_table_that_stages_would_make_otherwise_is_refused(how: str) -> None:
     with pytest.raises(SliceError, match=r"came out of `blocks.[012]`.* by a side door|neither the module's own"):
         pipeline(Model(how).double(), batch(5), 2)
+
+
+@pytest.mark.parametrize("how", ["of the batch", "random", "count"])
+def test_so_is_one_of_a_module_that_they_are_given(how: str) -> None:
+    with pytest.raises(SliceError, match=r"came out of `blocks.[012]`.* by a side door|neither the module's own"):
+        pipeline(Handing(how).double(), batch(5), 2)
 
 
 @pytest.mark.parametrize("how", ["hidden", "dropped"])

@@ -10,6 +10,7 @@ from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.refusals import refuse_stand_in
+from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.operations import NeedsValues, StepEnded
@@ -23,11 +24,14 @@ class Ending:
         values: the tensors of the step.
         record: its operations.
         provenance: of the tensors.
+        states: of what several stages change.
         is_tail: the last stage has nothing but the tail of the step.
     """
 
-    def __init__(self, values: Values, record: Record, provenance: Provenance, is_tail: bool) -> None:
-        self._values, self._record, self._provenance = values, record, provenance
+    def __init__(
+        self, values: Values, record: Record, provenance: Provenance, states: StageStates, is_tail: bool
+    ) -> None:
+        self._values, self._record, self._provenance, self._states = values, record, provenance, states
         self._stage, self._is_tail = values.last_stage, is_tail
         self.early = ""
         """Where the dry run ended before the step did, and why."""
@@ -61,7 +65,7 @@ class Ending:
             self._values.use(value, self._stage, "an attribute set by the step")
         for name, before in snapshot.replaced_tensors():
             users = self._values.uses.get(id(before), set()) - {self._stage}
-            if users:
+            if users and id(before) not in self._states.of_each:
                 raise SliceError(
                     f"the step sets `{name}` anew, and pipeline stages other than the last read it, which would not see"
                     " that. Keep what reads it on the last stage, or update it in the forward of a module that is in a"

@@ -56,6 +56,8 @@ class StageStates:
         self._left: dict[tuple[int, int], Snapshot] = {}
         self._at: dict[int, int] = {}
         """The stage whose units it was last used in."""
+        self.of_each: set[int] = set()
+        """id of tensors that lay there before, in places where each stage keeps its own."""
 
     def enter(self, unit: str, stage: int, arguments: Any, alike: ByTensor[Lineage]) -> None:
         """A unit is about to run.
@@ -66,8 +68,10 @@ class StageStates:
                 overwritten by such.
         """
         leaves = tree_leaves(arguments, is_leaf=is_own_object)  # dataclasses are opened else
+        modules = [child for x in leaves if isinstance(x, nn.Module) for child in x.modules()]
         given = [x for x in leaves if is_own_object(x) and not isinstance(x, nn.Module)]
-        for owner in (*self._shared.get(unit, ()), *given):
+        self._lasting.update(map(id, modules))
+        for owner in {id(x): x for x in (*self._shared.get(unit, ()), *modules, *given)}.values():
             if id(owner) not in self._before:
                 self._before[id(owner)] = owner, Snapshot(owner, submodules=False)
             _, before = self._before[id(owner)]
@@ -77,6 +81,7 @@ class StageStates:
                     continue  # what the unit uses of it is refused
                 self._left[id(owner), last] = Snapshot(owner, submodules=False)
                 self._left.get((id(owner), stage), before).restore()
+                self.of_each.update(before.tensors)
             self._at[id(owner)] = stage
 
 

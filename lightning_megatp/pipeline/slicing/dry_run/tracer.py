@@ -87,7 +87,7 @@ class Tracer(TorchFunctionMode):
         self.values, self.manner = values, manner
         self.fakes, self.record = Fakes(values, around.fake_mode), Record(values, around.fake_mode)
         self._provenance, self.guesses = Provenance(values, batch, left), Guesses()
-        self.ending = Ending(values, self.record, self._provenance, manner.tail is not None)
+        self.ending = Ending(values, self.record, self._provenance, states, manner.tail is not None)
         self.host_reads = HostReads(values, self.record, self._provenance, self.fakes)
         self._evaluator = Evaluator(
             values,
