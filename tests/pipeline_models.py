@@ -469,6 +469,7 @@ class MaskedLikeHidden(GPT):
     def middle(self, x_BLD: Tensor) -> Tensor:
         mask_L1 = torch.ones(x_BLD.shape[1], 1).to(x_BLD)
         scale_LD = self.positions[: x_BLD.shape[1]].type_as(x_BLD)
+        x_BLD = x_BLD.relu().type(x_BLD.type())
         for block in self.blocks:
             x_BLD = block(x_BLD if bool((mask_L1 < 1).any()) else x_BLD * mask_L1 + scale_LD)
         return x_BLD

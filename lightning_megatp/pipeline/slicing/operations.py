@@ -36,6 +36,11 @@ def told_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> 
     return Told.LEARN if learns else Told.FREEZE
 
 
+def is_conversion(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """`x.type(kind)`, an operation, while `x.type()` tells what kind x is of."""
+    return func is torch.Tensor.type and len(args) + len(kwargs or ()) > 1
+
+
 def sets_values(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """`buffer.data = values`, which is done as `buffer.copy_(values)`: so other stages see that there are others."""
     if function != _SET_DATA:

@@ -29,6 +29,7 @@ from lightning_megatp.pipeline.slicing.operations import (
     StepEnded,
     generators_of,
     is_bookkeeping,
+    is_conversion,
     sets_values,
     told_by,
     with_memory,
@@ -118,7 +119,7 @@ class StageMode(TorchFunctionMode):
         if self._tell is not None and (told := told_by(func, args, kwargs)) is not None:
             self._tell(args[0], told)
             return args[0]
-        if func in self._not_operations:
+        if func in self._not_operations and not is_conversion(func, args, kwargs):
             if self.reads is not None and operation_name(func) in HOST_READS:
                 return self._read(self.reads, func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
