@@ -80,6 +80,21 @@ def conversions_around(context: Callable[[], contextlib.AbstractContextManager[N
         yield
 
 
+class Convertible(nn.Module):
+    """A module that `module.to(...)`, `.float()` and the like (`nn.Module._apply`, 2.11-2.15) leave as it is, while it
+    may not be converted, if all of it has the dtype and the device that they ask for."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        with self.about_to_convert() as held:
+            if held is not None and all(_converted(x, fn) is x for x in held):
+                return self
+        return super()._apply(fn, recurse)
+
+    def about_to_convert(self) -> contextlib.AbstractContextManager[list[Tensor] | None]:
+        """Around a look at it: its parameters and buffers, or None at any other time."""
+        return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def _conversions_by(apply: Callable[..., nn.Module]) -> Iterator[None]:
     original = nn.Module._apply

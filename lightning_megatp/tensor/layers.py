@@ -7,9 +7,10 @@ Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.nested import nested_tensor_from_jagged
 from lightning_megatp.plan.layer import MatrixDims
 from lightning_megatp.plan.ranges import Ranges, length
 from lightning_megatp.shim.fakes import is_fake
+from lightning_megatp.shim.modules import Convertible
 from lightning_megatp.tensor.collectives import (
     canonical_order,
     copy_to_region,
@@ -41,7 +43,7 @@ from lightning_megatp.tensor.shards import Shard, gathered
 L = TypeVar("L", bound="ParallelLayer")
 
 
-class ParallelLayer(nn.Module):
+class ParallelLayer(Convertible):
     """What the parallel layers share. Not a layer by itself."""
 
     context: TensorContext
@@ -102,6 +104,16 @@ class ParallelLayer(nn.Module):
         if torch.compiler.is_compiling():
             return self._outside_of_compiled_code(input)
         return self._run(self._compute, input)
+
+    @contextlib.contextmanager
+    def about_to_convert(self) -> Iterator[list[Tensor] | None]:
+        """In a step, whose code finds whole parameters: it may move a layer to where it is (experts that wait in the
+        host's memory, elsewhere)."""
+        if not self.context.user_code:
+            yield None
+            return
+        with self.context.running(user_code=False):
+            yield [*self.parameters(), *self.buffers()]
 
     def linear(self, x: Any, bias: Any) -> Any:
         """What `F.linear(x, self.weight, bias)` is in the code of a step. NotImplemented where that needs all of the

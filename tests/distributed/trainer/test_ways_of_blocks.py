@@ -34,6 +34,8 @@ class Block(nn.Module):
         if isinstance(x, tuple):
             return self(x[0]), x[1] + 1
         h = F.gelu(self.up(self.norm(x)))
+        if how == "moved":  # as mixtures of experts do that keep experts in the host's memory
+            self.up.to(x.device)
         if how == "limit":
             h = h * 100 / h.norm(dim=-1, keepdim=True).clamp(min=100)
         if how == "branch" and h.amax() > 30:
@@ -68,7 +70,7 @@ class Model(LightningModule):
                 x = block(x, i)
             elif self.way == "keyword":
                 x = block(x, couple=i > 0)
-            elif self.way in ("limit", "branch", "state", "hook", "limit of gradients"):
+            elif self.way in ("limit", "branch", "state", "hook", "limit of gradients", "moved"):
                 x = block(x, how=self.way)
             elif self.way == "mask":
                 x = block(x, mask=torch.arange(len(x)) > 1)
@@ -106,7 +108,7 @@ def _fit(layout: Layout, way: str) -> tuple[list[float], int]:
     return losses.seen, module.blocks[0].up.weight.numel()
 
 
-PATHS = ["plain", "depth", "keyword", "text", "own number", "twice"]
+PATHS = ["plain", "depth", "keyword", "text", "own number", "twice", "moved"]
 NUMBERS = ["limit", "branch", "mask", "state", "tuple", "hook", "limit of gradients"]
 
 
