@@ -134,6 +134,8 @@ class Values:
             self._stand_ins.pop(tensor, None)  # or the mode would find it again
             del fake
             fake = fake_of(self._fake_mode, tensor)
+            if fake.is_leaf:  # or the mode has found one that somebody else holds: of what a function fills and returns
+                fake.requires_grad_(tensor.requires_grad)
             self._stand_ins[tensor] = fake, form
         return fake
 
