@@ -34,8 +34,8 @@ _FROM_FIRST = {
 }  # fmt: skip
 """Where a peer that is not given is the group's first rank; torch would take the first of all."""
 
-_WITHOUT = sys.stdlib_module_names | {"torch", THIS_PACKAGE, "numpy", "sympy", "mpmath"}
-"""Packages whose modules are not searched for such functions: half of all names that a program has are theirs."""
+_WITHOUT = frozenset({"torch", THIS_PACKAGE, "numpy", "sympy", "mpmath"})
+"""Packages whose modules are not searched for such functions: most of all names that a program has are theirs."""
 
 
 class DefaultGroup:

@@ -63,12 +63,13 @@ class StageStates:
         """A unit is about to run.
 
         Args:
-            arguments: which it is given; objects of the user's among them are those of this step.
+            arguments: which it is given; objects of the user's among them are those of this step, and modules without
+                parameters are no unit's.
             alike: what units have made that every stage would make alike; also tensors of the module that were
                 overwritten by such.
         """
         leaves = tree_leaves(arguments, is_leaf=is_own_object)  # dataclasses are opened else
-        modules = [child for x in leaves if isinstance(x, nn.Module) for child in x.modules()]
+        modules = [child for x in leaves if isinstance(x, nn.Module) for child in x.modules() if not _learns(child)]
         given = [x for x in leaves if is_own_object(x) and not isinstance(x, nn.Module)]
         self._lasting.update(map(id, modules))
         for owner in {id(x): x for x in (*self._shared.get(unit, ()), *modules, *given)}.values():
@@ -83,6 +84,10 @@ class StageStates:
                 self._left.get((id(owner), stage), before).restore()
                 self.of_each.update(before.tensors)
             self._at[id(owner)] = stage
+
+
+def _learns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _has_tables_alone(owner: Any, before: Snapshot, alike: ByTensor[Lineage], lasts: bool) -> bool:

@@ -134,8 +134,10 @@ class Values:
             self._stand_ins.pop(tensor, None)  # or the mode would find it again
             del fake
             fake = fake_of(self._fake_mode, tensor)
-            if fake.is_leaf:  # or the mode has found one that somebody else holds: of what a function fills and returns
-                fake.requires_grad_(tensor.requires_grad)
+            with DisableTorchFunction():
+                # The mode may have found one that is held elsewhere: of what a function has filled.
+                if fake.is_leaf and not fake.is_inference():
+                    fake.requires_grad_(tensor.requires_grad)
             self._stand_ins[tensor] = fake, form
         return fake
 
