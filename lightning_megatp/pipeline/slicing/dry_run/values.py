@@ -135,9 +135,9 @@ class Values:
             del fake
             fake = fake_of(self._fake_mode, tensor)
             with DisableTorchFunction():
-                # The mode may have found one that is held elsewhere: of what a function has filled.
-                if fake.is_leaf and not fake.is_inference():
-                    fake.requires_grad_(tensor.requires_grad)
+                # The mode may have found one that is held elsewhere: of what an autograd function fills and returns.
+                if tensor.grad_fn is not None and not fake.requires_grad:
+                    fake.requires_grad_()
             self._stand_ins[tensor] = fake, form
         return fake
 
