@@ -38,9 +38,10 @@ COLLECTIVE_TIMEOUT_S = 150
 CALL_TIMEOUT_S = 300.0  # a machine may have other things to do, and be slow
 GRACE_S = 30.0  # how long the other ranks may go on after one has raised
 LOG_TAIL = 6000
-MOST_CALLS = 150
-"""Of one pool. Some tests leave groups behind (a module that is in a hook of its own parameter is never freed), each
-with a thread that gloo wakes a hundred times a second: with hundreds of these a sixth of the machine is gone."""
+MOST_THREADS = 20
+"""Of a rank between calls. Some tests leave groups behind (a module that is in a hook of its own parameter is never
+freed), each with three threads, of which gloo wakes one a hundred times a second: with hundreds of these a sixth of the
+machine is gone. So the pool is renewed."""
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 
@@ -152,6 +153,11 @@ class RankPool:
             return False
         return all(process.poll() is None for process in self.processes)
 
+    def threads(self) -> int:
+        """The most that a process of the pool has; 0 where the system doesn't tell."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return max((len(os.listdir(folder)) for folder in folders if folder.exists()), default=0)
+
     def _collect(self, name: str, timeout: float) -> tuple[dict[int, Any], list[Failure]]:
         results: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -244,7 +250,7 @@ class RankPools:
         return self.servers[kind, index]
 
     def _usable(self, name: str, make: Callable[[], RankPool]) -> RankPool:
-        if name in self.pools and (not self.pools[name].usable or self.pools[name].calls >= MOST_CALLS):
+        if name in self.pools and (not self.pools[name].usable or self.pools[name].threads() > MOST_THREADS):
             self.pools.pop(name).close()
         if name not in self.pools:
             self.pools[name] = make()
