@@ -60,16 +60,13 @@ class DefaultGroup:
         that is made when the processes are there may have `self.sum = torch.distributed.all_reduce`."""
         known = {id(function): replaced for function, replaced in self._functions.values()}
 
-        def keeps(x: Any) -> bool:
-            return id(x.func if isinstance(x, functools.partial) else x) in known
+        def standing(x: Any) -> Any:
+            if not isinstance(x, functools.partial):
+                return known.get(id(x))
+            return functools.partial(known[id(x.func)], *x.args, **x.keywords) if id(x.func) in known else None
 
-        self._kept = []
-        for holder, key in places_of(owner.modules(), keeps):
-            kept = holder[key]
-            replaced = known[id(kept.func if isinstance(kept, functools.partial) else kept)]
-            if isinstance(kept, functools.partial):
-                replaced = functools.partial(replaced, *kept.args, **kept.keywords)
-            self._kept.append((holder, key, kept, replaced))
+        places = places_of(owner.modules(), lambda x: standing(x) is not None)
+        self._kept = [(holder, key, holder[key], standing(holder[key])) for holder, key in places]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
