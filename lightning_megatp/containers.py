@@ -60,6 +60,7 @@ def _collect(values: Iterable[Any], found: list[Tensor]) -> None:
 
 
 def _collect_leaves(values: Iterable[Any], found: list[Any]) -> None:
+    """Goes through containers as `_collect` does; one walk for both would cost `tensors_in` half of its time more."""
     for value in values:
         kind = type(value)
         if isinstance(value, Tensor) or kind in _PLAIN:
