@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_megatp.batches.split import batch_size
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.on_parameters import warn_of_microbatches
+from lightning_megatp.pipeline.block_check import BlockCheck
 from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.loss.early import EarlyTerms
@@ -93,7 +94,9 @@ class BatchRun:
         warns: reports where the loss differs from the one on a single device; None where nobody looks.
         own_values: gives microbatches their own of what units change; None where there is one, or no backward.
         whole: what makes the tail of the step once, for all microbatches; None where each has its own.
+        looks: whether it is looked at, on all stages, for what is not one device's.
         check: compares the batch's loss with one device's, on the last stage; None where nobody looks.
+        blocks: tries blocks of this rank; None where nobody looks.
         part: of a step that goes backward by hand, which is run part after part; None for others.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
@@ -119,7 +122,9 @@ class BatchRun:
     warns: Callable[[str], None] | None = None
     own_values: OwnValues | None = None
     whole: WholeLoss | None = None
+    looks: bool = False
     check: TailCheck | None = None
+    blocks: BlockCheck | None = None
     part: PartRun | None = None
     remote: RemoteCalls | None = None
     beyond: BeyondPlan | None = None
@@ -168,6 +173,8 @@ class BatchRun:
             stack.enter_context(torch.set_grad_enabled(self.is_training and torch.is_grad_enabled()))
             if counting is not None:
                 stack.enter_context(counting)
+            if self.blocks is not None:
+                stack.enter_context(self.blocks.noting(microbatch))
             if self.own_values is not None:
                 stack.enter_context(self.own_values.forward(stage))
             if self.carried is not None:

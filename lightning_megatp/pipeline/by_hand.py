@@ -149,7 +149,7 @@ class _Batch:
         self._averages: dict[int, Averages] = {}
         self._answers: dict[int, Answer | None] = {}
         """To what the step reads on the host, of the batch."""
-        self._warns = self.pipeline.reasons if self.pipeline.begin_training() else None
+        self._looks = self.pipeline.begin_training()
         self._ended = False
         """Whether all is done that the step does by hand."""
         self.last_run: BatchRun
@@ -176,7 +176,8 @@ class _Batch:
             self.seed,
             self.backward if goes_backward else None,
             part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning.meanwhile),
-            warns=self._warns,
+            looks=self._looks,
+            warns=self.pipeline.reasons if self._looks else None,
             numbers=pipeline.own_numbers() if several and not goes_backward else None,
             own_values=pipeline.own_values if several else None,
         )

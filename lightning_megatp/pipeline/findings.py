@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_of_stage, warn_once_per_run
 from lightning_megatp.metrics import LastStageMetrics
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.pipeline.block_check import BlockCheck, Coupling, kind_of
+from lightning_megatp.pipeline.own_values import ONE_BY_ONE
 from lightning_megatp.pipeline.plans import Plans
+from lightning_megatp.pipeline.remote.calls import Serving
 from lightning_megatp.pipeline.results import Results, Step, loss_in
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
@@ -24,8 +28,9 @@ from lightning_megatp.pipeline.tail_check import End, Finding, TailCheck
 from lightning_megatp.pipeline.told.aggregates import Aggregates
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import has_order
-from lightning_megatp.random_states import is_random_state, random_state
+from lightning_megatp.random_states import host_seeded, is_random_state, random_state, seeded
 from lightning_megatp.shim.compiler import uncompiled
+from lightning_megatp.tensor.random import generators_on
 
 
 class Findings:
@@ -56,6 +61,8 @@ class Findings:
         self._found: list[Finding] = []
         """Of this batch, in this copy of the model."""
         self._said: set[str] = set()
+        self._coupled: set[Any] = set()
+        """The kinds of blocks of which that was said."""
 
     def add(self, text: str) -> None:
         """Note a reason for which the batch's loss may be another one."""
@@ -88,6 +95,69 @@ class Findings:
             check = TailCheck.of(batch, whole, plans, coupled)
         samples = None if check is None else (len(plans), batch_size(batch))
         return check if len(set(self._of_copies(samples))) == 1 else None
+
+    def block_check(
+        self,
+        step: Step,
+        batch: Any,
+        microbatches: Sequence[Any],
+        plans: Sequence[SlicePlan],
+        seed: int,
+        units: Sequence[str],
+    ) -> BlockCheck | None:
+        """What tries blocks of this rank; None if there is one microbatch, or the batch can't be followed.
+
+        Args:
+            step: the user's, in its contexts.
+            plans: one per microbatch, and one of the batch where its tail is a stage.
+            seed: of the batch.
+            units: of this rank's stages.
+        """
+        samples, of_microbatches = batch_size(batch), [batch_size(x) or 0 for x in microbatches]
+        if len(plans) < 2 or len(microbatches) < 2 or not samples or not of_microbatches[0]:
+            return None
+        tail = self._slicer.tail
+        whole = plans[-1] if tail else self._plans.of_whole(step, batch, plans, seed)
+        if whole is None:
+            return None
+        module = self._parallel.module
+        units = [name for name in units if kind_of(module.get_submodule(name)) not in self._coupled]
+        return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches)
+
+    def try_blocks(self, check: BlockCheck | None) -> None:
+        """After a batch: find blocks, of all stages, of which it matters which samples are together. Nothing is left of
+        the calls. All stages and copies of the model have to take part.
+
+        Communication: an object all-gather over dp, and one over pp; and what the blocks send, three times.
+        """
+        found: dict[tuple[str, Coupling], tuple[str, int, int]] = {}
+        """By the class of the block, and how it couples samples: its name, those of a microbatch, and those of all."""
+        tried, *others = self._of_copies(None if check is None else check.tried)
+        if check is not None and all(x == tried for x in others):
+            for name, coupling in check.coupled(self._run_block).items():
+                unit = self._parallel.module.get_submodule(name)
+                self._coupled.add(kind_of(unit))
+                found.setdefault((type(unit).__name__, coupling), (name, check.microbatch, check.samples))
+        every = ChainMap(*reversed(self._mesh.exchange(found, "pp")))  # the first rank has the last stage
+        for (kind, coupling), (name, *samples) in every.items() if self._mesh.is_last_stage else ():
+            text = _COUPLED[coupling].format(name, kind, *samples, ONE_BY_ONE)
+            self._found.append(Finding((f"block {kind} {coupling.name}",), text))
+
+    def _run_block(self, call: Callable[[], Any]) -> Any:
+        """Call a block; of that nothing is left."""
+        sharding = self._parallel.sharding
+        with (
+            self._metrics.apart(),
+            self._aggregates.paused(),
+            self._slicer.undone(),
+            self._slicer.decided_by(Serving()),
+            uncompiled(),  # for a shape that is met once, maybe
+            self._logs.recording(),
+            self._parallel.user_code(),
+            host_seeded(0),
+            seeded(0, generators_on(self._mesh.device)),
+        ):
+            return call() if sharding is None else sharding.between_steps(call)
 
     def all_are(self, so: bool) -> bool:
         """Whether something is so in all copies of the model.
@@ -172,3 +242,15 @@ _BY_HAND = (
     "(Steps that optimize by hand can't take whole_loss=True: let the loss be an average over samples, or use"
     " microbatches=1.)"
 )
+_COUPLED = {
+    Coupling.SAMPLES: (
+        "`{}` ({}) makes something else of a sample when other samples are with it: it takes a statistic of all, has"
+        " places for some of them, or mixes them. With pp > 1 these are those of a microbatch, here {} of the batch's"
+        " {}. {}"
+    ),
+    Coupling.NUMBER: (
+        "`{}` ({}) makes a number of all its samples, which the loss may take, and which is no average over them: by"
+        " shares of experts, an entropy, a product of means. With pp > 1 it makes one of each microbatch, here of {} of"
+        " the batch's {}. {}"
+    ),
+}

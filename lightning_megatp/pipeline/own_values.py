@@ -80,14 +80,14 @@ class OwnValues:
         names = {id(x): name for name, x in module.named_modules()}
         norms = [f"`{names[id(x)]}`" for x in self._norms if x.training and id(x) in names]
         if norms:
-            yield f"{_named(norms)} normalises over the samples of a microbatch, not of the batch. {_ONE_BY_ONE}"
+            yield f"{_named(norms)} normalises over the samples of a microbatch, not of the batch. {ONE_BY_ONE}"
         places = [(x, x.value) for x in itertools.chain(*self._changing.values()) if id(x.module) in names]
         floating = [x for x, value in places if value is not None and value.is_floating_point()]  # others may count
         changed = [f"`{names[id(x.module)]}.{x.leaf}`" for x in floating]
         if changed:
             yield (
                 f"a block changes {_named(changed)} in its forward: once in each microbatch, where one device does it"
-                f" once for the batch, and the next microbatch finds what that left. {_ONE_BY_ONE}"
+                f" once for the batch, and the next microbatch finds what that left. {ONE_BY_ONE}"
             )
 
     def _renew(self, places: Sequence[Place]) -> None:
@@ -116,7 +116,7 @@ class OwnValues:
         self._replaced.clear()
 
 
-_ONE_BY_ONE = (
+ONE_BY_ONE = (
     "The loss and the weights are those of one device that takes the microbatches one by one"
     " (`accumulate_grad_batches`); with microbatches=1 they are the batch's."
 )

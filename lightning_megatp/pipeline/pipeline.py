@@ -266,7 +266,8 @@ class Pipeline:
         if run.warns is not None and run.own_values is not None:
             for text in run.own_values.reasons(self.parallel.module):
                 self.findings.add(text)
-        if run.warns is not None or run.check is not None:
+        if run.looks:
+            self.findings.try_blocks(run.blocks)
             self.findings.say()
         return loss
 
@@ -275,7 +276,7 @@ class Pipeline:
         asks for it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.evaluating():
             run = self._prepared(kind, step, batch, None)
-            check = run.check
+            looks, check, blocks = run.looks, run.check, run.blocks
             ways = self._ways.setdefault(kind, Ways(self.slicer.tail))
             ways.enter((self._trainer.current_epoch, self._trainer.global_step, self._trainer.sanity_checking))
             way = ways.of_batch(bool(run.plans))
@@ -291,7 +292,9 @@ class Pipeline:
                 self.last_stage.conclude(run)
         if check is not None and self.findings.all_are(run.check is check and run.beyond is None):
             self.findings.compare(check, step, run.seed, None, run.results)
-        if self.is_last and (run.warns is not None or check is not None):
+        if looks:
+            self.findings.try_blocks(blocks)
+        if looks and self.is_last:
             self.findings.say()
         self.kept_values.share()
         ways.ran(way, self.last_stage.went_on)
@@ -396,7 +399,11 @@ class Pipeline:
             carried=self._carried_state() if several else None,
             numbers=self.own_numbers() if several else None,
             own_values=self.own_values if several else None,
+            looks=looks,
             check=self.findings.check(step, batch, microbatches, plans or [], seed) if looks else None,
+            blocks=self.findings.block_check(step, batch, microbatches, plans or [], seed, self.own_units)
+            if looks
+            else None,
         )
 
     def begin_training(self) -> bool:

@@ -22,6 +22,7 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
+from lightning_megatp.pipeline.ambient import Ambient
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.remote.messages import Contents, Table
 from lightning_megatp.pipeline.slicing.errors import SliceError
@@ -125,7 +126,7 @@ class RemoteCalls:
         """On another stage: run units until there are no more calls."""
         table = self.table(keeps=True)
         while (request := table.unpacked(self.receive(self._driver))) is not None:
-            unit, method, args, kwargs, settings, (asked, maker), kinds = request
+            unit, method, args, kwargs, ambient, (asked, maker), kinds = request
             given = Contents((args, kwargs))
             if given.kinds != kinds:
                 raise SliceError(
@@ -133,7 +134,7 @@ class RemoteCalls:
                     " pickled. Give it tensors, lists, dicts, and objects that pickle keeps as they are."
                 )
             function = getattr(self.module.get_submodule(unit), method)
-            with _set(settings), collected_for(asked, maker, self.around(unit)) as added:
+            with ambient.again(), collected_for(asked, maker, self.around(unit)) as added:
                 result = function(*args, **kwargs)
             answer = result, tree_map(gathered, added), given.changes(), table.changed()
             self.send(table.packed(answer, given.objects), self._driver)
@@ -205,7 +206,7 @@ class Caller:
         table = self._tables[home]
         given = Contents((args, kwargs))
         method = next(name for name, held in vars(module).items() if getattr(held, "function", None) == function)
-        request = unit, method, args, kwargs, _settings(), asked_for(self._remote.around(unit)), given.kinds
+        request = unit, method, args, kwargs, Ambient.now(), asked_for(self._remote.around(unit)), given.kinds
         self._remote.send(table.packed(request), home)
         result, added, objects, tensors = table.unpacked(self._remote.receive(home), given.objects)
         given.adopt(objects)
@@ -309,26 +310,6 @@ class Serving:
     def reading_metrics(self) -> contextlib.AbstractContextManager[None]:
         """Around what computes the Trainer's metrics."""
         return contextlib.nullcontext()
-
-
-def _settings() -> tuple[bool, list[tuple[str, bool, torch.dtype]]]:
-    """Whether gradients are recorded, and autocast's settings, which a step may change between its calls."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), autocast
-
-
-@contextlib.contextmanager
-def _set(settings: tuple[bool, Sequence[tuple[str, bool, torch.dtype]]]) -> Iterator[None]:
-    """Take over the settings of the caller, but for inference mode, whose tensors can't tell in-place changes."""
-    grad, autocast = settings
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        for kind, enabled, dtype in autocast:
-            if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
-                stack.enter_context(torch.autocast(kind, dtype, enabled))
-        yield
 
 
 def _foreign(by: str) -> str:

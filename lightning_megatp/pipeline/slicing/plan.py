@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_megatp.pipeline.slicing.rows import CallRows
 from lightning_megatp.pipeline.slicing.script import Script
 from lightning_megatp.pipeline.slicing.state.put_back import Spot
 
@@ -213,6 +214,8 @@ class SlicePlan:
     """Code of the hooks on units that are called after them, on all stages."""
     couples: str = ""
     """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
+    unit_rows: Mapping[str, CallRows] = field(default_factory=dict, compare=False, repr=False)
+    """Where samples lie in what units are given and return, there."""
     part: Part = Part()
     """Which part of the step the plan is of."""
     _scripts: dict[int | None, Script] = field(default_factory=dict, compare=False, repr=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,19 +19,9 @@ from lightning_megatp.pipeline.loss.functions import JOINS
 from lightning_megatp.pipeline.loss.samples import STATISTICS
 from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
+from lightning_megatp.pipeline.slicing.rows import SCRAMBLED, CallRows, Placed, Rows
 from lightning_megatp.shim.torch import DisableTorchFunction
 from lightning_megatp.tensor.functions import argument, operation_names
-
-SCRAMBLED = 0
-"""Rounds of what holds a part of the samples, or parts of them."""
-
-
-class Rows(NamedTuple):
-    """Where a tensor's samples lie."""
-
-    dim: int
-    rounds: int
-    """How often all samples follow each other along the dim; each may have several neighbouring rows."""
 
 
 class Interleaving:
@@ -47,6 +37,8 @@ class Interleaving:
         self._of = ByTensor((x, Rows(0, 1)) for x in tables)
         self.coupled = ""
         """The first operation between blocks that makes something of all samples: a number, a row, a table."""
+        self.of_units: dict[str, CallRows] = {}
+        """Of each unit's first call."""
 
     def rounds_of(self, x: Tensor) -> int:
         """In how many rounds it holds the samples, as far as is known; SCRAMBLED if it doesn't hold all."""
@@ -79,6 +71,11 @@ class Interleaving:
                 self._of[x] = rows
             if _couples(call, given, x, rows, self._samples):
                 self.coupled = self.coupled or call.by
+        if call.is_unit and call.name not in self.of_units:
+            self.of_units[call.name] = CallRows(self._placed(tensors_in(call.args, call.kwargs)), self._placed(made))
+
+    def _placed(self, tensors: Sequence[Tensor]) -> tuple[Placed, ...]:
+        return tuple(Placed(tuple(x.shape), self._of.get(x), x.requires_grad) for x in tensors)
 
     def _viewed(self, call: Call) -> list[Rows | None] | None:
         """Where the samples are in views of the first argument; None if the operation makes other tensors."""

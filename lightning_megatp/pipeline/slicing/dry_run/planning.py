@@ -67,6 +67,7 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         mixes=tracer.samples.orders.mixed,
         divides=tracer.samples.orders.divided,
         couples=tracer.samples.interleaving.coupled,
+        unit_rows=tracer.samples.interleaving.of_units,
         ended=tracer.ending.early,
         ended_in=tracer.ending.early_in,
         late_hooks=tracer.manner.late_hooks,
