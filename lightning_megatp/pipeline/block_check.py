@@ -133,6 +133,7 @@ class BlockCheck:
             with contextlib.suppress(Exception), _norms_apart(unit), torch.no_grad():  # of what nobody asked for
                 if (how := self._coupling(name, unit, run)) is not None:
                     found[name] = how
+            self._calls.pop(name, None)
         return found
 
     def _coupling(self, name: str, unit: nn.Module, run: Run) -> Coupling | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.actions import Actions
 from lightning_megatp.pipeline.batch import Backward, BatchRun, PartRun, Step
+from lightning_megatp.pipeline.block_check import BlockCheck
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.pipeline import Pipeline
 from lightning_megatp.pipeline.seeds import mixed, shared_seed
@@ -81,7 +82,7 @@ class ByHand:
             with pipeline.metrics.apart():
                 parts = self._parts(step, microbatches, seed)
             pipeline.last_stage.expect([plan for plans in parts for plan in plans])
-            of_batch = _Batch(pipeline, self._actions, step, backward, microbatches, parts, seed)
+            of_batch = _Batch(pipeline, self._actions, step, backward, batch, microbatches, parts, seed)
             for number in range(len(parts)):
                 of_batch.run(number)
             loss = of_batch.end()
@@ -139,6 +140,7 @@ class _Batch:
     actions: Actions
     step: Step
     backward: Backward
+    batch: Any
     microbatches: Sequence[Any]
     parts: Sequence[Sequence[SlicePlan]]
     """By part and microbatch."""
@@ -169,6 +171,7 @@ class _Batch:
         several = len(self.microbatches) > 1
         for i, kept in enumerate(self._kept):
             kept.wanted = frozenset().union(*(later[i].part.recalled for later in self.parts[number + 1 :]))
+        blocks = self._block_check(number) if self._looks and goes_backward else None
         self.last_run = run = pipeline.run_of(
             part,
             self.microbatches,
@@ -177,6 +180,7 @@ class _Batch:
             self.backward if goes_backward else None,
             part=PartRun(number, self._kept, self._averages, goes_backward, self.actions.learning.meanwhile),
             looks=self._looks,
+            blocks=blocks,
             warns=self.pipeline.reasons if self._looks else None,
             numbers=pipeline.own_numbers() if several and not goes_backward else None,
             own_values=pipeline.own_values if several else None,
@@ -190,6 +194,13 @@ class _Batch:
         else:
             with contextlib.nullcontext() if sharding is None else sharding.evaluating():
                 pipeline.execute(StepKind.TRAIN, run)
+
+    def _block_check(self, number: int) -> BlockCheck | None:
+        pipeline, part = self.pipeline, self.actions.tried(self.step, number)
+        with _python_values_kept(pipeline), pipeline.metrics.apart():
+            return pipeline.findings.block_check(
+                part, self.batch, self.microbatches, self.parts[number], self.seed, pipeline.own_units
+            )
 
     def end(self) -> Tensor:
         """After the last part. Returns the loss that the step returned, if any, ()."""

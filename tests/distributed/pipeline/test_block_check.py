@@ -125,7 +125,7 @@ class Apart(nn.Module):
 
 
 class Told(nn.Module):
-    """Is told how long its samples are, beside its tensors: by a list or an object, or a mask that it finds on itself."""
+    """Is told how long its samples are beside its tensors: by a list or object, or a mask that it finds on itself."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -304,3 +304,45 @@ def test_activation_checkpoints_are_looked_through() -> None:
 
 def _fit_checkpointed(layout: Layout, names: list[str]) -> dict[str, Any]:
     return _fit(layout, names, checkpoints=True)
+
+
+class Pair(LightningModule):
+    """A generator and a discriminator, which compares its samples, trained by hand."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        compares = _block(way)
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), compares, nn.Linear(WIDTH, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x_BTH, _ = batch
+        generating, telling = self.optimizers()
+        losses = (
+            lambda: (
+                F.softplus(-self.discriminator(x_BTH)).mean()
+                + F.softplus(self.discriminator(self.generator(x_BTH.flip(-1)).detach())).mean()
+            ),
+            lambda: F.softplus(-self.discriminator(self.generator(x_BTH.flip(-1)))).mean(),
+        )
+        for optimizer, loss in zip((telling, generating), losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(x.parameters(), 0.05) for x in (self.generator, self.discriminator)]
+
+
+def _fit_pair(layout: Layout, way: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Pair(way), _loader(8))
+    return _said(caught)
+
+
+def test_steps_that_optimize_by_hand_are_looked_at_too() -> None:
+    assert len([x for texts in run_program(PP2, _fit_pair, "statistic: deviation") for x in texts]) == 1
+    assert run_program(PP2, _fit_pair, "apart: attention") == [[], []]
