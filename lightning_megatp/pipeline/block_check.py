@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.calls import calls_surrounded
 from lightning_megatp.containers import leaves_in, tensors_in, with_tensors
 from lightning_megatp.pipeline.ambient import Ambient
+from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.own_values import BATCH_NORMS
 from lightning_megatp.pipeline.slicing.rows import CallRows, Placed, Rows
 from lightning_megatp.random_states import is_random_state, random_state
@@ -57,6 +58,15 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ambient: Ambient
+    objects: Snapshot
+    """What objects held that it was given (a cache of keys and values)."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """A call that is about to be made."""
+        with DisableTorchFunction(), torch.no_grad():
+            args, kwargs = with_tensors(_kept, args), with_tensors(_kept, kwargs)
+        return cls(function, args, kwargs, Ambient.now(), _snapshot(args, kwargs))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -117,9 +127,7 @@ class BlockCheck:
     ) -> Any:
         calls = self._calls[name]
         if microbatch not in calls and not any(map(is_fake, tensors_in(args, kwargs))):
-            with DisableTorchFunction(), torch.no_grad():
-                given = with_tensors(_kept, args), with_tensors(_kept, kwargs)
-            calls[microbatch] = _Call(function, *given, Ambient.now())
+            calls[microbatch] = _Call.of(function, args, kwargs)
         return function(*args, **kwargs)
 
     def coupled(self, run: Run) -> dict[str, Coupling]:
@@ -147,23 +155,27 @@ class BlockCheck:
         for first, second in ((0, 1), (0, 0), (1, 1)):
             pairs = zip(call.tensors, given, strict=True)
             tensors = [x.clone() if parts is None else parts.joined(first, second) for x, parts in pairs]
-            result, drawn = run(functools.partial(_run, call, tensors))
-            tensors = tensors_in(result)
+            tensors, counts, drawn = run(functools.partial(_run, call, tensors, samples))
             made.append(self._parts(tensors, places.made, samples))
-            numbers.append([x for x, place in zip(tensors, places.made, strict=True) if _is_loss(place)])
+            known = zip(tensors, counts, places.made, strict=False)
+            numbers.append([(x, count) for x, count, place in known if _is_loss(place)])
             draws.add(drawn)
         if _Draws.BY_VALUES in draws:
             return None  # what is drawn for the first samples decides what the others get
-        known = all(parts or x.shape == p.shape for x, parts, p in zip(call.tensors, given, places.taken, strict=True))
-        is_still = draws == {_Draws.NOTHING} and known and not _has_more(unit, call)
+        taken = zip(call.tensors, given, places.taken, strict=True)
+        exchanged = all(parts is not None or x.shape == place.shape for x, parts, place in taken)
+        is_still = draws == {_Draws.NOTHING} and exchanged and not _has_more(unit, call)
         if any(_differ(call.precision, is_still, *x) for x in zip(*made, strict=True)):
             return Coupling.SAMPLES
-        middles = [(x, (one + other) / 2) for x, one, other in zip(*numbers, strict=True)] if is_still else []
-        return Coupling.NUMBER if any(_are_apart(x, y, call.precision / _ROUNDINGS) for x, y in middles) else None
+        eps = call.precision / _ROUNDINGS
+        if is_still and any(_are_apart(x, _middle(*parts), eps) for (x, _), *parts in zip(*numbers, strict=True)):
+            return Coupling.NUMBER
+        return None
 
     def _parts(self, tensors: Sequence[Tensor], places: Sequence[Placed], samples: int) -> list[_Parts | None]:
-        """The samples of tensors, in parts; None of those in which none are known to lie."""
-        found = ((x, _rows_of(place, x, self.samples, samples)) for x, place in zip(tensors, places, strict=True))
+        """The samples of tensors, in parts; None of those in which none are known to lie. Behind what a block returns,
+        its places may be of what its layers have collected."""
+        found = ((x, _rows_of(place, x, self.samples, samples)) for x, place in zip(tensors, places, strict=False))
         return [None if rows is None else _Parts.of(x, rows, samples) for x, rows in found]
 
     def _whole_call(self, name: str) -> tuple[_Call, int] | None:
@@ -198,7 +210,11 @@ def _with(call: _Call, tensors: Sequence[Tensor]) -> _Call:
     """The same call of other tensors."""
     count = itertools.count()
     args, kwargs = with_tensors(lambda _: tensors[next(count)], (call.args, call.kwargs))
-    return _Call(call.function, args, kwargs, call.ambient)
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot:
+    return Snapshot(SimpleNamespace(args=args, kwargs=kwargs), submodules=False)
 
 
 def _has_more(unit: nn.Module, call: _Call) -> bool:
@@ -237,19 +253,28 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(call: _Call, tensors: Sequence[Tensor]) -> tuple[Any, _Draws]:
-    """What comes of a call with these tensors, and what it draws for that."""
+Count = Tensor | float | None
+"""How many values a number is an average of, which microbatches weigh by; None where that isn't known."""
+
+
+def _middle(one: tuple[Tensor, Count], other: tuple[Tensor, Count]) -> Tensor:
+    """The average of two averages."""
+    (x, n), (y, m) = one, other
+    return (x + y) / 2 if n is None or m is None else (x * n + y * m) / (n + m)
+
+
+def _run(call: _Call, tensors: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Count], _Draws]:
+    """What comes of a call with these tensors, what of it is an average, and what is drawn for that."""
     call = _with(call, tensors)
-    objects = Snapshot(SimpleNamespace(args=call.args, kwargs=call.kwargs), submodules=False)
-    before = random_state()
+    now, before = _snapshot(call.args, call.kwargs), random_state()
+    call.objects.restore()
     try:
-        with call.ambient._replace(grad=False).again(), _Watch() as watch:
-            made = tree_map(gathered, call.function(*call.args, **call.kwargs))
-        if watch.by_values:
-            return made, _Draws.BY_VALUES
-        return made, _Draws.NOTHING if is_random_state(before) else _Draws.AS_MANY
+        with call.ambient._replace(grad=False).again(), _Watch() as watch, Averages(rows=samples) as counting:
+            made = tensors_in(tree_map(gathered, call.function(*call.args, **call.kwargs)))
+        drawn = _Draws.NOTHING if is_random_state(before) else _Draws.AS_MANY
+        return made, list(map(counting.count_of, made)), _Draws.BY_VALUES if watch.by_values else drawn
     finally:
-        objects.restore()
+        now.restore()
 
 
 def _rows_of(place: Placed, x: Tensor, samples: int, of_part: int) -> Rows | None:

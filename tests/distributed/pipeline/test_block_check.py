@@ -63,6 +63,29 @@ class Statistic(nn.Module):
                 raise AssertionError(self.way)
 
 
+class Cache:
+    """What a block has seen before, as Hugging Face's models keep keys and values: nothing yet, in training."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+    def update(self, x_BTH: Tensor) -> Tensor:
+        """All it has seen by now: (B, S, H)."""
+        self.keys.append(x_BTH)
+        return torch.cat(self.keys, 1)
+
+
+class Cached(nn.Module):
+    """Looks at a cache of its own, which it fills."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.over = nn.Linear(WIDTH, WIDTH), {"samples": (0, 1), "tokens": (1,)}[way]
+
+    def forward(self, x_BTH: Tensor, cache: Cache) -> Tensor:
+        return self.linear(x_BTH) - cache.update(x_BTH)[:, :TOKENS].mean(self.over, keepdim=True)
+
+
 class Shares(nn.Module):
     """Hands a number on, through the tensors: by the shares of two experts, as a Switch transformer has it, or a plain
     mean of squares."""
@@ -159,15 +182,19 @@ class Draws(nn.Module):
 
 def _block(name: str) -> nn.Module:
     kind, _, way = name.partition(": ")
-    of_ways = {"statistic": Statistic, "shares": Shares, "told": Told, "apart": Apart}
+    of_ways = {"statistic": Statistic, "cached": Cached, "shares": Shares, "told": Told, "apart": Apart}
     return of_ways[kind](way) if way else {"places": Places, "draws": Draws}[kind]()
 
 
 NUMBERS = ["shares: experts"]
-COUPLED = ["places", *(f"statistic: {x}" for x in ("mean", "largest", "others", "attention", "deviation"))]
+COUPLED = [
+    "places",
+    "cached: samples",
+    *(f"statistic: {x}" for x in ("mean", "largest", "others", "attention", "deviation")),
+]
 OWN_WAYS = ("dropout", "attention", "tokens first", "experts", "batch norm", "moving", "drops itself", "keeps")
 TOLD = ["told: list", "told: object", "told: on itself"]
-OWN = ["draws", "shares: means", *TOLD, *(f"apart: {x}" for x in (*OWN_WAYS, "recurrent"))]
+OWN = ["draws", "cached: tokens", "shares: means", *TOLD, *(f"apart: {x}" for x in (*OWN_WAYS, "recurrent"))]
 
 
 class Lit(LightningModule):
@@ -186,6 +213,8 @@ class Lit(LightningModule):
         for block in self.blocks:
             if isinstance(block, Shares):
                 h_BTH, loss = block(h_BTH, loss)
+            elif isinstance(block, Cached):
+                h_BTH = block(h_BTH, Cache())
             elif isinstance(block, Told):
                 h_BTH = block(h_BTH, *block.tell([1 + 2 * i % TOKENS for i in range(len(x_BTH))]))
             else:
