@@ -28,6 +28,7 @@ from lightning_megatp.containers import leaves_in, tensors_in, with_tensors
 from lightning_megatp.pipeline.ambient import Ambient
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.own_values import BATCH_NORMS
+from lightning_megatp.pipeline.seeds import mixed
 from lightning_megatp.pipeline.slicing.rows import CallRows, Placed, Rows
 from lightning_megatp.random_states import is_random_state, random_state
 from lightning_megatp.shim.fakes import is_fake
@@ -36,8 +37,8 @@ from lightning_megatp.snapshots.snapshot import Snapshot, drawn_by
 from lightning_megatp.tensor.functions import operation_name, operation_names
 from lightning_megatp.tensor.shards import gathered
 
-Run = Callable[[Callable[[], Any]], Any]
-"""Runs a block so that nothing is left of that, from the same random numbers each time."""
+Run = Callable[[Callable[[], Any], int], Any]
+"""Runs a block, with random numbers from a seed, so that nothing is left of that."""
 
 
 class Coupling(Enum):
@@ -88,6 +89,7 @@ class BlockCheck:
         rows: of each, where samples lie in its tensors, of the whole batch.
         samples: of the batch.
         of_microbatches: how many each has.
+        seed: of the batch.
 
     Memory: what a block of each kind is given of one microbatch, or of two of a single sample each.
     """
@@ -99,8 +101,9 @@ class BlockCheck:
         rows: Mapping[str, CallRows],
         samples: int,
         of_microbatches: Sequence[int],
+        seed: int,
     ) -> None:
-        self._rows, self.samples = rows, samples
+        self._rows, self.samples, self._seed = rows, samples, seed
         first: dict[Any, str] = {}
         for name in (name for name in units if name in rows):
             first.setdefault(kind_of(module.get_submodule(name)), name)
@@ -134,7 +137,7 @@ class BlockCheck:
         """After the batch: the blocks that make something of samples which depends on which are together.
 
         Args:
-            run: is called three times for each block, on all ranks alike.
+            run: is called three times for each block, and nine times if it draws random numbers; on all ranks alike.
         """
         found = {}
         for name, unit in self._units.items():
@@ -149,28 +152,36 @@ class BlockCheck:
         if found is None:
             return None
         call, samples = found
-        places = self._rows[name]
-        given = self._parts(call.tensors, places.taken, samples)
-        made, numbers, draws = [], [], set[_Draws]()
-        for first, second in ((0, 1), (0, 0), (1, 1)):
-            pairs = zip(call.tensors, given, strict=True)
-            tensors = [x.clone() if parts is None else parts.joined(first, second) for x, parts in pairs]
-            tensors, counts, drawn = run(functools.partial(_run, call, tensors, samples))
-            made.append(self._parts(tensors, places.made, samples))
-            known = zip(tensors, counts, places.made, strict=False)
-            numbers.append([(x, count) for x, count, place in known if _is_loss(place)])
-            draws.add(drawn)
-        if _Draws.BY_VALUES in draws:
-            return None  # what is drawn for the first samples decides what the others get
-        taken = zip(call.tensors, given, places.taken, strict=True)
-        exchanged = all(parts is not None or x.shape == place.shape for x, parts, place in taken)
-        is_still = draws == {_Draws.NOTHING} and exchanged and not _has_more(unit, call)
-        if any(_differ(call.precision, is_still, *x) for x in zip(*made, strict=True)):
-            return Coupling.SAMPLES
-        eps = call.precision / _ROUNDINGS
-        if is_still and any(_are_apart(x, _middle(*parts), eps) for (x, _), *parts in zip(*numbers, strict=True)):
-            return Coupling.NUMBER
-        return None
+        places, couplings = self._rows[name].made, set[Coupling]()
+        for i in range(_TRIES):  # as many on all ranks, whatever comes out: a block may communicate
+            seed = mixed(self._seed, i)
+            ways = [run(functools.partial(_run, self._exchanged(name, *found, *way), samples), seed) for way in _WAYS]
+            draws = {way.draws for way in ways}
+            if _Draws.BY_VALUES in draws:
+                return None  # what is drawn for the first samples decides what the others get
+            still = draws == {_Draws.NOTHING}
+            known = still and self._is_exchanged(name, call, samples) and not _has_more(unit, call)
+            parts = (self._parts(way.tensors, places, samples) for way in ways)
+            if any(_differ(call.precision, known, *x) for x in zip(*parts, strict=True)):
+                couplings.add(Coupling.SAMPLES)
+            numbers = zip(places, *(way.numbers for way in ways), strict=False) if known else ()
+            if any(_is_loss(place) and _is_no_average(call.precision, *x) for place, *x in numbers):
+                couplings.add(Coupling.NUMBER)
+            if still:
+                break  # else samples that are shuffled may have stayed where they were, but hardly each time
+        return next((coupling for coupling in Coupling if coupling in couplings), None)
+
+    def _exchanged(self, name: str, call: _Call, samples: int, first: int, second: int) -> _Call:
+        """A call with one half of its samples, or the other, in either place."""
+        pairs = zip(call.tensors, self._parts(call.tensors, self._rows[name].taken, samples), strict=True)
+        return _with(call, [x.clone() if parts is None else parts.joined(first, second) for x, parts in pairs])
+
+    def _is_exchanged(self, name: str, call: _Call, samples: int) -> bool:
+        """Whether no tensor was left out of whose samples nobody knows where they are."""
+        taken = self._rows[name].taken
+        parts = self._parts(call.tensors, taken, samples)
+        triples = zip(call.tensors, parts, taken, strict=True)
+        return all(part is not None or x.shape == place.shape for x, part, place in triples)
 
     def _parts(self, tensors: Sequence[Tensor], places: Sequence[Placed], samples: int) -> list[_Parts | None]:
         """The samples of tensors, in parts; None of those in which none are known to lie. Behind what a block returns,
@@ -253,26 +264,29 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-Count = Tensor | float | None
-"""How many values a number is an average of, which microbatches weigh by; None where that isn't known."""
+class _Made(NamedTuple):
+    """What came of a call."""
+
+    tensors: list[Tensor]
+    counts: list[Tensor | float | None]
+    """How many values a number is an average of, which microbatches weigh by; None where that isn't known."""
+    draws: _Draws
+
+    @property
+    def numbers(self) -> list[tuple[Tensor, Tensor | float | None]]:
+        """Tensors with their counts."""
+        return list(zip(self.tensors, self.counts, strict=True))
 
 
-def _middle(one: tuple[Tensor, Count], other: tuple[Tensor, Count]) -> Tensor:
-    """The average of two averages."""
-    (x, n), (y, m) = one, other
-    return (x + y) / 2 if n is None or m is None else (x * n + y * m) / (n + m)
-
-
-def _run(call: _Call, tensors: Sequence[Tensor], samples: int) -> tuple[list[Tensor], list[Count], _Draws]:
-    """What comes of a call with these tensors, what of it is an average, and what is drawn for that."""
-    call = _with(call, tensors)
+def _run(call: _Call, samples: int) -> _Made:
+    """What comes of a call of so many samples."""
     now, before = _snapshot(call.args, call.kwargs), random_state()
     call.objects.restore()
     try:
         with call.ambient._replace(grad=False).again(), _Watch() as watch, Averages(rows=samples) as counting:
             made = tensors_in(tree_map(gathered, call.function(*call.args, **call.kwargs)))
         drawn = _Draws.NOTHING if is_random_state(before) else _Draws.AS_MANY
-        return made, list(map(counting.count_of, made)), _Draws.BY_VALUES if watch.by_values else drawn
+        return _Made(made, list(map(counting.count_of, made)), _Draws.BY_VALUES if watch.by_values else drawn)
     finally:
         now.restore()
 
@@ -340,6 +354,18 @@ def _differ(eps: float, is_still: bool, *ways: _Parts | None) -> bool:
     return any(x.shape == y.shape and _are_apart(x, y, eps) for x, y in pairs)
 
 
+def _is_no_average(eps: float, *ways: tuple[Tensor, Tensor | float | None]) -> bool:
+    """Whether a number of two halves is not in the middle between those of each alone, as sums and averages are.
+
+    Args:
+        eps: the distance of numbers, at least.
+        ways: numbers and their counts, made of (a, b), (a, a) and (b, b).
+    """
+    (both, _), (one, n), (other, m) = ways
+    middle = (one + other) / 2 if n is None or m is None else (one * n + other * m) / (n + m)
+    return _are_apart(both, middle, eps / _ROUNDINGS)  # of many values, whose roundings have no common sign
+
+
 def _are_apart(x: Tensor, y: Tensor, eps: float) -> bool:
     """Whether real numbers are apart by more than roundings add up to. Others may be positions in the batch."""
     if not x.is_floating_point() or x.equal(y):
@@ -365,6 +391,10 @@ def _norms_apart(unit: nn.Module) -> Iterator[None]:
             norm.training = True
 
 
+_WAYS = (0, 1), (0, 0), (1, 1)
+"""Which half is in the first place, and which in the second."""
+_TRIES = 3
+"""With other random numbers, where a block draws some."""
 _REJECTS = operation_names("poisson binomial _standard_gamma _sample_dirichlet")
 """They try until a number fits."""
 _ROUNDINGS = 2.0**10

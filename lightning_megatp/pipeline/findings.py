@@ -122,13 +122,13 @@ class Findings:
             return None
         module = self._parallel.module
         units = [name for name in units if kind_of(module.get_submodule(name)) not in self._coupled]
-        return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches)
+        return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches, seed)
 
     def try_blocks(self, check: BlockCheck | None) -> None:
         """After a batch: find blocks, of all stages, of which it matters which samples are together. Nothing is left of
         the calls. All stages and copies of the model have to take part.
 
-        Communication: an object all-gather over dp, and one over pp; and what the blocks send, three times.
+        Communication: an object all-gather over dp, and one over pp; and what the blocks send, three times or nine.
         """
         found: dict[tuple[str, Coupling], tuple[str, int, int]] = {}
         """By the class of the block, and how it couples samples: its name, those of a microbatch, and those of all."""
@@ -143,7 +143,7 @@ class Findings:
             text = _COUPLED[coupling].format(name, kind, *samples, ONE_BY_ONE)
             self._found.append(Finding((f"block {kind} {coupling.name}",), text))
 
-    def _run_block(self, call: Callable[[], Any]) -> Any:
+    def _run_block(self, call: Callable[[], Any], seed: int) -> Any:
         """Call a block; of that nothing is left."""
         sharding = self._parallel.sharding
         with (
@@ -154,8 +154,8 @@ class Findings:
             uncompiled(),  # for a shape that is met once, maybe
             self._logs.recording(),
             self._parallel.user_code(),
-            host_seeded(0),
-            seeded(0, generators_on(self._mesh.device)),
+            host_seeded(seed),
+            seeded(seed, generators_on(self._mesh.device)),
         ):
             return call() if sharding is None else sharding.between_steps(call)
 
