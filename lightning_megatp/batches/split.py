@@ -32,8 +32,8 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
             do not divide, the first parts have one more.
 
     Raises:
-        ValueError: no tensor with a batch dim, or the first in a list of tensors of different lengths, and more than
-            one microbatch.
+        ValueError: no tensor with a batch dim, the first in a list of tensors of different lengths, or an object that
+            can't be made of some rows; and more than one microbatch.
     """
     if microbatches == 1:
         return [batch]
@@ -51,9 +51,15 @@ def split_batch(batch: Any, microbatches: int) -> list[Any]:
             " LightningModule, or use microbatches=1."
         )
     parts = split_evenly(rows, min(microbatches, rows))
-    if type(batch) in (list, tuple):  # of columns, however many there are
-        return [type(batch)(_take(x, rows, start, stop) for x in batch) for start, stop in parts]
-    return [_take(batch, rows, start, stop) for start, stop in parts]
+    try:
+        if type(batch) in (list, tuple):  # of columns, however many there are
+            return [type(batch)(_take(x, rows, start, stop) for x in batch) for start, stop in parts]
+        return [_take(batch, rows, start, stop) for start, stop in parts]
+    except Exception as error:
+        raise ValueError(
+            f"MegaTPStrategy: a batch ({type(batch).__name__}) can't be made anew of some of its rows:"
+            f" {str(error).rstrip('.')}. To split it, {_REMEDY}"
+        ) from error
 
 
 def check_rows(batches: Mapping[int, Any]) -> None:

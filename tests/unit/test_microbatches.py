@@ -28,6 +28,19 @@ class Record:
 
 
 @dataclasses.dataclass
+class OfOneSize:
+    """As a tensorclass: its tensors have as many rows as it was made with."""
+
+    x: Tensor
+    rows: int = 4
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and len(value) != getattr(self, "rows", len(value)):
+            raise RuntimeError("batch dimension mismatch.")
+        super().__setattr__(name, value)
+
+
+@dataclasses.dataclass
 class Checked:
     """As anomalib's batches."""
 
@@ -91,6 +104,10 @@ def test_what_can_not_be_split() -> None:
     assert split_batch("text", 1) == ["text"]
     with pytest.raises(ValueError, match="split_batch"):
         split_batch(["a", "b"], 2)
+    with pytest.raises(
+        ValueError, match=r"\(OfOneSize\) can't be made anew .* mismatch\. To split it, define"
+    ):
+        split_batch(OfOneSize(torch.zeros(4, 2)), 2)
 
 
 @pytest.mark.parametrize(
