@@ -104,9 +104,7 @@ def test_what_can_not_be_split() -> None:
     assert split_batch("text", 1) == ["text"]
     with pytest.raises(ValueError, match="split_batch"):
         split_batch(["a", "b"], 2)
-    with pytest.raises(
-        ValueError, match=r"\(OfOneSize\) can't be made anew .* mismatch\. To split it, define"
-    ):
+    with pytest.raises(ValueError, match=r"\(OfOneSize\) can't be made anew .* mismatch\. To split it, define"):
         split_batch(OfOneSize(torch.zeros(4, 2)), 2)
 
 
