@@ -369,3 +369,33 @@ class Recycling(Model):
 
 def test_looking_at_a_step_that_changes_its_batch(tmp_path: Path) -> None:
     _compare(Layout(tp=2, pp=2), Recycling, "", {"plan": "auto"}, tmp_path)
+
+
+class Scaling(nn.Module):
+    """Returns what undoes it, by numbers of the batch that it keeps to itself (RevIN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        size = x.std(-1, keepdim=True)
+        return x / size * self.gain, lambda y: y * size
+
+
+class Undoing(Model):
+    """What its first block has made of the batch is taken by its last stage, and by no tensor that was returned: the
+    batch is known there, so that it seems to be."""
+
+    def setup_habit(self) -> None:
+        self.scaling = Scaling()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        scaled, undo = self.scaling(x)
+        return F.mse_loss(undo(self.net(scaled)), y)
+
+
+def test_what_a_block_hands_on_in_a_function_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"`mul` .* came out of `scaling` .* by a side door"):
+        run_program(Layout(pp=2), _trained, Undoing, "", {}, str(tmp_path))

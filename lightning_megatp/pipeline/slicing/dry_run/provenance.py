@@ -43,7 +43,7 @@ class Provenance:
         if value is not None:
             return value
         is_of_unit = self._values.is_of_unit(tensor)
-        if is_fake(tensor) and not is_of_unit:
+        if (is_fake(tensor) and not is_of_unit) or self._is_of_batch_apart(tensor):
             maker = self.side_door(tensor)[0] or "an operation that torch functions don't show"
             raise SideDoor(
                 f"{by} uses a tensor that came out of {maker} by a side door: an attribute, a changed argument, a"
@@ -54,6 +54,15 @@ class Provenance:
         origins = frozenset([id(tensor)] if self._values.is_persistent(tensor) and not is_of_unit else [])
         constant = id(tensor) not in self._batch
         return self._values.add(tensor, None, "the module, its caller or the batch", origins=origins, constant=constant)
+
+    def _is_of_batch_apart(self, tensor: Tensor) -> bool:
+        """Whether a unit of a stage before the last has made a tensor of the batch, and not returned it: later stages
+        could have made it alike, but did not."""
+        maker, stage = self.side_door(tensor)
+        if maker is None or stage in (None, self._values.last_stage) or self._values.is_persistent(tensor):
+            return False
+        lineage = self.alike.get(tensor)
+        return lineage is not None and lineage.of_batch
 
     def note_inside(self, made: Iterable[Tensor], stage: int | None, by: str) -> None:
         """A call of a stage has made tensors, and need not have returned them."""
