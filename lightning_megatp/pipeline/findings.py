@@ -128,12 +128,13 @@ class Findings:
         """After a batch: find blocks, of all stages, of which it matters which samples are together. Nothing is left of
         the calls. All stages and copies of the model have to take part.
 
-        Communication: an object all-gather over dp, and one over pp; and what the blocks send, three times or nine.
+        Communication: an object all-gather over dp and tp, one over pp, and what blocks send, three times or nine.
         """
         found: dict[tuple[str, Coupling], tuple[str, int, int]] = {}
         """By the class of the block, and how it couples samples: its name, those of a microbatch, and those of all."""
-        tried, *others = self._of_copies(None if check is None else check.tried)
-        if check is not None and all(x == tried for x in others):
+        tried = None if check is None else check.tried
+        everywhere = self._mesh.exchange(tried, "dp", "tp")
+        if check is not None and all(x == tried for x in everywhere):
             for name, coupling in check.coupled(self._run_block).items():
                 unit = self._parallel.module.get_submodule(name)
                 self._coupled.add(kind_of(unit))
