@@ -152,41 +152,32 @@ class BlockCheck:
         if found is None:
             return None
         call, samples = found
-        places, couplings = self._rows[name].made, set[Coupling]()
+        places, couplings = self._rows[name], set[Coupling]()
+        given = self._parts(call.tensors, places.taken, samples)
+        taken = zip(call.tensors, given, places.taken, strict=True)
+        told = _has_more(unit, call) or any(part is None and x.shape != place.shape for x, part, place in taken)
         for i in range(_TRIES):  # as many on all ranks, whatever comes out: a block may communicate
             seed = mixed(self._seed, i)
-            ways = [run(functools.partial(_run, self._exchanged(name, *found, *way), samples), seed) for way in _WAYS]
+            ways = [run(functools.partial(_run, _exchanged(call, given, *way), samples), seed) for way in _WAYS]
             draws = {way.draws for way in ways}
             if _Draws.BY_VALUES in draws:
                 return None  # what is drawn for the first samples decides what the others get
             still = draws == {_Draws.NOTHING}
-            known = still and self._is_exchanged(name, call, samples) and not _has_more(unit, call)
-            parts = (self._parts(way.tensors, places, samples) for way in ways)
+            known = still and not told
+            parts = (self._parts(way.tensors, places.made, samples) for way in ways)
             if any(_differ(call.precision, known, *x) for x in zip(*parts, strict=True)):
                 couplings.add(Coupling.SAMPLES)
-            numbers = zip(places, *(way.numbers for way in ways), strict=False) if known else ()
+            numbers = zip(places.made, *(way.numbers for way in ways), strict=False) if known else ()
             if any(_is_loss(place) and _is_no_average(call.precision, *x) for place, *x in numbers):
                 couplings.add(Coupling.NUMBER)
             if still:
                 break  # else samples that are shuffled may have stayed where they were, but hardly each time
         return next((coupling for coupling in Coupling if coupling in couplings), None)
 
-    def _exchanged(self, name: str, call: _Call, samples: int, first: int, second: int) -> _Call:
-        """A call with one half of its samples, or the other, in either place."""
-        pairs = zip(call.tensors, self._parts(call.tensors, self._rows[name].taken, samples), strict=True)
-        return _with(call, [x.clone() if parts is None else parts.joined(first, second) for x, parts in pairs])
-
-    def _is_exchanged(self, name: str, call: _Call, samples: int) -> bool:
-        """Whether no tensor was left out of whose samples nobody knows where they are."""
-        taken = self._rows[name].taken
-        parts = self._parts(call.tensors, taken, samples)
-        triples = zip(call.tensors, parts, taken, strict=True)
-        return all(part is not None or x.shape == place.shape for x, part, place in triples)
-
     def _parts(self, tensors: Sequence[Tensor], places: Sequence[Placed], samples: int) -> list[_Parts | None]:
         """The samples of tensors, in parts; None of those in which none are known to lie. Behind what a block returns,
         its places may be of what its layers have collected."""
-        found = ((x, _rows_of(place, x, self.samples, samples)) for x, place in zip(tensors, places, strict=False))
+        found = ((x, place.rows_in(x, self.samples, samples)) for x, place in zip(tensors, places, strict=False))
         return [None if rows is None else _Parts.of(x, rows, samples) for x, rows in found]
 
     def _whole_call(self, name: str) -> tuple[_Call, int] | None:
@@ -200,10 +191,10 @@ class BlockCheck:
             return None
         joined: list[Tensor] = []
         for place, x, y in zip(taken, calls[0].tensors, calls[1].tensors, strict=True):
-            rows = _rows_of(place, x, self.samples, 1)
+            rows = place.rows_in(x, self.samples, 1)
             if x.shape != y.shape or (rows is None and place.shape != x.shape):
                 return None  # nobody knows how to put them together
-            joined.append(x if rows is None else _put(rows, [_apart(rows, x), _apart(rows, y)]))
+            joined.append(x if rows is None else rows.join([x, y]))
         return _with(calls[0], joined), 2
 
 
@@ -222,6 +213,12 @@ def _with(call: _Call, tensors: Sequence[Tensor]) -> _Call:
     count = itertools.count()
     args, kwargs = with_tensors(lambda _: tensors[next(count)], (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)
+
+
+def _exchanged(call: _Call, given: Sequence[_Parts | None], first: int, second: int) -> _Call:
+    """A call with one half of its samples, or the other, in either place; a tensor of none is copied."""
+    pairs = zip(call.tensors, given, strict=True)
+    return _with(call, [x.clone() if parts is None else parts.joined(first, second) for x, parts in pairs])
 
 
 def _snapshot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Snapshot:
@@ -291,24 +288,6 @@ def _run(call: _Call, samples: int) -> _Made:
         now.restore()
 
 
-def _rows_of(place: Placed, x: Tensor, samples: int, of_part: int) -> Rows | None:
-    """Where a part of the samples lies in a tensor, by where all lie in that of the whole batch; None if that isn't
-    sure.
-
-    Args:
-        samples: of the batch.
-        of_part: those in the tensor.
-    """
-    whole, rows, _ = place
-    if rows is None or not rows.rounds or len(whole) != x.dim():
-        return None
-    if [dim for dim, (all_, size) in enumerate(zip(whole, x.shape, strict=True)) if all_ != size] != [rows.dim]:
-        return None
-    size = x.shape[rows.dim]
-    even = size * samples == whole[rows.dim] * of_part and size % (of_part * rows.rounds) == 0
-    return rows if even and size else None
-
-
 class _Parts(NamedTuple):
     """A tensor's samples, in three parts: two of as many, and what is left."""
 
@@ -320,21 +299,11 @@ class _Parts(NamedTuple):
     def of(cls, x: Tensor, rows: Rows, samples: int) -> _Parts:
         each = x.shape[rows.dim] // (rows.rounds * samples)
         half = samples // 2 * each
-        return cls(rows, _apart(rows, x).split([half, half, samples % 2 * each], rows.dim + 1))
+        return cls(rows, rows.apart(x).split([half, half, samples % 2 * each], rows.dim + 1))
 
     def joined(self, first: int, second: int) -> Tensor:
         """A tensor of some of them."""
-        return _put(self.rows, [self.parts[first], self.parts[second], self.parts[2]])
-
-
-def _apart(rows: Rows, x: Tensor) -> Tensor:
-    """With a dim of its own for rounds."""
-    return x.unflatten(rows.dim, (rows.rounds, -1))
-
-
-def _put(rows: Rows, parts: Sequence[Tensor]) -> Tensor:
-    """Such tensors, one behind the other in each round."""
-    return torch.cat(list(parts), rows.dim + 1).flatten(rows.dim, rows.dim + 1)
+        return self.rows.put([self.parts[first], self.parts[second], self.parts[2]])
 
 
 def _differ(eps: float, is_still: bool, *ways: _Parts | None) -> bool:

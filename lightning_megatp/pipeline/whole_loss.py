@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.pipeline.slicing.plan import Key, Relay, SlicePlan, last_unit
+from lightning_megatp.pipeline.slicing.rows import Rows
 from lightning_megatp.pipeline.slicing.running import Taken
 
 
@@ -91,7 +92,7 @@ class WholeLoss:
         for relay, parts in zip(self.plan.relays[-1], zip(*self.parts, strict=True), strict=True):
             dim = _dim_of_rows(relay, parts)
             self._dims.append(dim)
-            joined = self._mean(parts) if dim is None else _by_rounds(relay.rounds, parts, dim)
+            joined = self._mean(parts) if dim is None else Rows(dim, relay.rounds).join(parts)
             if joined.stride() != relay.stride:  # a view may be made of it that needs these
                 laid = torch.empty_strided(relay.shape, relay.stride, dtype=joined.dtype, device=joined.device)
                 joined = laid.copy_(joined)
@@ -214,13 +215,6 @@ def _shape(plan: SlicePlan) -> Any:
     return early, [(of_stages(relay.key), relay.dtype, relay.requires_grad) for relay in plan.relays[-1]]
 
 
-def _by_rounds(rounds: int, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Parts of microbatches put together to the batch's: of each round of its samples, one after the other."""
-    if rounds == 1:
-        return torch.cat(list(parts), dim)
-    return torch.cat([part.unflatten(dim, (rounds, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
-
-
 def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> bool:
     """Whether parts of microbatches make up the batch's along some dim, or each is the same as that. Of other shapes,
     as where a microbatch is padded to fewer tokens, this can't be told, and is taken to be so."""
@@ -233,7 +227,7 @@ def _is_made_of(x: Tensor, parts: Sequence[Tensor], rounds: Collection[int]) -> 
         for n in rounds
         if not any(shape[dim] % n for shape in shapes)
     ]
-    return not ways or any(_is_close(_by_rounds(n, parts, dim), x) for n, dim in ways)
+    return not ways or any(_is_close(Rows(dim, n).join(parts), x) for n, dim in ways)
 
 
 def _is_close(found: Tensor, x: Tensor) -> bool:
