@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.batches.split import batch_size
 from lightning_megatp.mesh import ParallelMesh
@@ -124,9 +124,13 @@ class Findings:
         units = [name for name in units if kind_of(module.get_submodule(name)) not in self._coupled]
         return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches, seed)
 
-    def try_blocks(self, check: BlockCheck | None) -> None:
+    def try_blocks(self, check: BlockCheck | None, is_said: Callable[[nn.Module], bool] = lambda unit: False) -> None:
         """After a batch: find blocks, of all stages, of which it matters which samples are together. Nothing is left of
         the calls. All stages and copies of the model have to take part.
+
+        Args:
+            check: tries them.
+            is_said: whether another warning says so of a block.
 
         Communication: an object all-gather over dp and tp, one over pp, and what blocks send, three times or nine.
         """
@@ -138,7 +142,8 @@ class Findings:
             for name, coupling in check.coupled(self._run_block).items():
                 unit = self._parallel.module.get_submodule(name)
                 self._coupled.add(kind_of(unit))
-                found.setdefault((type(unit).__name__, coupling), (name, check.microbatch, check.samples))
+                if not is_said(unit):
+                    found.setdefault((type(unit).__name__, coupling), (name, check.microbatch, check.samples))
         every = ChainMap(*reversed(self._mesh.exchange(found, "pp")))  # the first rank has the last stage
         for (kind, coupling), (name, *samples) in every.items() if self._mesh.is_last_stage else ():
             text = _COUPLED[coupling].format(name, kind, *samples, ONE_BY_ONE)

@@ -81,14 +81,22 @@ class OwnValues:
         norms = [f"`{names[id(x)]}`" for x in self._norms if x.training and id(x) in names]
         if norms:
             yield f"{_named(norms)} normalises over the samples of a microbatch, not of the batch. {ONE_BY_ONE}"
-        places = [(x, x.value) for x in itertools.chain(*self._changing.values()) if id(x.module) in names]
-        floating = [x for x, value in places if value is not None and value.is_floating_point()]  # others may count
-        changed = [f"`{names[id(x.module)]}.{x.leaf}`" for x in floating]
+        changed = [f"`{names[id(x.module)]}.{x.leaf}`" for x in self._changing_numbers() if id(x.module) in names]
         if changed:
             yield (
                 f"a block changes {_named(changed)} in its forward: once in each microbatch, where one device does it"
                 f" once for the batch, and the next microbatch finds what that left. {ONE_BY_ONE}"
             )
+
+    def is_reason(self, unit: nn.Module) -> bool:
+        """Whether a unit, or a part of it, is among these reasons."""
+        named = {id(x) for x in self._norms if x.training} | {id(x.module) for x in self._changing_numbers()}
+        return any(id(x) in named for x in unit.modules())
+
+    def _changing_numbers(self) -> list[Place]:
+        """Places of real numbers; others may count."""
+        places = ((x, x.value) for x in itertools.chain(*self._changing.values()))
+        return [x for x, value in places if value is not None and value.is_floating_point()]
 
     def _renew(self, places: Sequence[Place]) -> None:
         copies: dict[int, Tensor] = {}

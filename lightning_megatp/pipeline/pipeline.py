@@ -267,7 +267,7 @@ class Pipeline:
             for text in run.own_values.reasons(self.parallel.module):
                 self.findings.add(text)
         if run.looks:
-            self.findings.try_blocks(run.blocks)
+            self.findings.try_blocks(run.blocks, self.own_values.is_reason)
             self.findings.say()
         return loss
 
