@@ -90,6 +90,7 @@ class BlockCheck:
         samples: of the batch.
         of_microbatches: how many each has.
         seed: of the batch.
+        turn: how many batches were looked at before: in each it is the next block of a kind's.
 
     Memory: what a block of each kind is given of one microbatch, or of two of a single sample each.
     """
@@ -102,12 +103,14 @@ class BlockCheck:
         samples: int,
         of_microbatches: Sequence[int],
         seed: int,
+        turn: int,
     ) -> None:
         self._rows, self.samples, self._seed = rows, samples, seed
-        first: dict[Any, str] = {}
+        kinds: defaultdict[Any, list[str]] = defaultdict(list)
         for name in (name for name in units if name in rows):
-            first.setdefault(kind_of(module.get_submodule(name)), name)
-        self._units = {name: module.get_submodule(name) for name in first.values()}
+            kinds[kind_of(module.get_submodule(name))].append(name)
+        tried = (names[turn % len(names)] for names in kinds.values())
+        self._units = {name: module.get_submodule(name) for name in tried}
         self.microbatch = of_microbatches[0]
         """Samples of the first one."""
         self._noted = 1 if self.microbatch > 1 else 2

@@ -63,6 +63,8 @@ class Findings:
         self._said: set[str] = set()
         self._coupled: set[Any] = set()
         """The kinds of blocks of which that was said."""
+        self._turns = itertools.count()
+        """Of blocks to be tried."""
 
     def add(self, text: str) -> None:
         """Note a reason for which the batch's loss may be another one."""
@@ -113,6 +115,7 @@ class Findings:
             seed: of the batch.
             units: of this rank's stages.
         """
+        turn = next(self._turns)
         samples, of_microbatches = batch_size(batch), [batch_size(x) or 0 for x in microbatches]
         if len(plans) < 2 or len(microbatches) < 2 or not samples or not of_microbatches[0]:
             return None
@@ -122,7 +125,7 @@ class Findings:
             return None
         module = self._parallel.module
         units = [name for name in units if kind_of(module.get_submodule(name)) not in self._coupled]
-        return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches, seed)
+        return BlockCheck(module, units, whole.unit_rows, samples, of_microbatches, seed, turn)
 
     def try_blocks(self, check: BlockCheck | None, is_said: Callable[[nn.Module], bool] = lambda unit: False) -> None:
         """After a batch: find blocks, of all stages, of which it matters which samples are together. Nothing is left of

@@ -62,6 +62,8 @@ class Statistic(nn.Module):
                 return F.scaled_dot_product_attention(*[y_BTH.transpose(0, 1)] * 3).transpose(0, 1)
             case "deviation":  # as a StyleGAN's discriminator has it
                 return y_BTH + y_BTH.std(0).mean()
+            case "none":
+                return y_BTH
             case _:
                 raise AssertionError(self.way)
 
@@ -201,14 +203,15 @@ OWN = ["draws", "cached: tokens", "shares: means", *TOLD, *(f"apart: {x}" for x 
 
 
 class Lit(LightningModule):
-    """Blocks of one kind, between linear layers."""
+    """Blocks of one kind, between linear layers; or by turns of some."""
 
     def __init__(self, name: str, checkpoints: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.checkpoints = checkpoints
         self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList([_block(name) for _ in range(4)])
+        names = name.split(", ")
+        self.blocks = nn.ModuleList([_block(names[i % len(names)]) for i in range(4)])
 
     def _loss(self, batch: list[Tensor]) -> Tensor:
         x_BTH, t_BTO = batch
@@ -276,6 +279,13 @@ def test_what_couples_samples_is_said_once(layout: Layout) -> None:
         assert len(texts) == 1, (name, texts)
         assert "`blocks." in texts[0] and type(_block(name)).__name__ in texts[0]
         assert ("makes a number" in texts[0]) == (name in NUMBERS)
+
+
+def test_blocks_of_a_kind_take_turns() -> None:
+    """What only some of them do (experts run out of places) is found, too: here the second of each stage."""
+    name = "statistic: none, statistic: mean"
+    texts = [text for found in run_program(PP2, _fit, [name]) for text in found[name][0]]
+    assert len(texts) == 1 and ("`blocks.1`" in texts[0] or "`blocks.3`" in texts[0])
 
 
 def test_these_losses_are_others() -> None:
