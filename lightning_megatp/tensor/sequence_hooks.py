@@ -19,6 +19,8 @@ class SequenceEntry:
 
     def __init__(self, name: str, style: Style, context: TensorContext) -> None:
         self.name, self.style, self.context = name, style, context
+        self._layer: Any = None
+        """A split one of the block."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = self.style.input
@@ -30,7 +32,7 @@ class SequenceEntry:
                 f"MegaTPStrategy: `{self.name}` has the style `sequence` with dim={self.style.dim}, but no argument of"
                 " its forward is a floating tensor with that dim. Name it by `input` in the plan, or drop the style."
             )
-        if isinstance(x, SequenceShard) or self.context.is_dry(x):
+        if isinstance(x, SequenceShard) or self._is_dry(x, module):
             return None
         shard: Tensor = SequenceShard.shard(gathered(x), self.style.dim, self.context)
         if isinstance(where, int):
@@ -38,6 +40,12 @@ class SequenceEntry:
         else:
             kwargs = {**kwargs, str(where): shard}
         return args, kwargs
+
+    def _is_dry(self, x: Tensor, block: nn.Module) -> bool:
+        """Whether a dry run asks for shapes: there a batch has its values, but split layers have none."""
+        if self._layer is None:
+            self._layer = next((child for child in block.modules() if hasattr(child, "any_weight")), block)
+        return self.context.is_dry(x) or self.context.is_dry(getattr(self._layer, "any_weight", x))
 
     def _eligible(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int | str]:
         everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
