@@ -473,5 +473,8 @@ class Slicer:
                 stack.enter_context(handle_functions(mode.function))
             if plan.converts:
                 stack.enter_context(conversions_around(mode.converting))
-            with contextlib.suppress(StepEnded), mode:
-                yield microbatch
+            try:
+                with mode:
+                    yield microbatch
+            except StepEnded as ended:
+                ended.__traceback__ = None  # its frames hold tensors, and this one, in a cycle (Python 3.13)
