@@ -29,6 +29,7 @@ from lightning_megatp.pipeline.ambient import Ambient
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.own_values import BATCH_NORMS
 from lightning_megatp.pipeline.seeds import mixed
+from lightning_megatp.pipeline.slicing.handed import opened
 from lightning_megatp.pipeline.slicing.rows import CallRows, Placed, Rows
 from lightning_megatp.random_states import is_random_state, random_state
 from lightning_megatp.shim.fakes import is_fake
@@ -284,7 +285,7 @@ def _run(call: _Call, samples: int) -> _Made:
     call.objects.restore()
     try:
         with call.ambient._replace(grad=False).again(), _Watch() as watch, Averages(rows=samples) as counting:
-            made = tensors_in(tree_map(gathered, call.function(*call.args, **call.kwargs)))
+            made = tensors_in(tree_map(gathered, opened(call.function(*call.args, **call.kwargs), call.function)))
         drawn = _Draws.NOTHING if is_random_state(before) else _Draws.AS_MANY
         return _Made(made, list(map(counting.count_of, made)), _Draws.BY_VALUES if watch.by_values else drawn)
     finally:

@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ __all__ = [
     "is_parameter_view",
     "is_random",
     "is_view",
+    "open_attributes",
+    "open_class",
     "replace_step",
     "sdpa_is_fused",
     "storage_id",
@@ -59,6 +62,7 @@ __all__ = [
     "tree_unflatten",
     "unflatten",
     "unscale_before_step",
+    "with_attributes",
     "without_dispatch_modes",
     "written_arguments",
 ]
@@ -248,14 +252,26 @@ def unscale_before_step(optimizer: Any) -> None:
         optimizer._step_supports_amp_scaling = False
 
 
+open_class = register_pytree_node
+"""Let `tree_map` and `tree_leaves` look into the objects of a class: given the class, what flattens one to a list and a
+context, and what makes one of these."""
+
+
 def open_containers(*values: Any) -> None:
     """Let `tree_map` and `tree_leaves` look into the dataclasses of users among nested values, and into dicts of their
     own classes, from now on: as blocks may hand them to each other. They are made anew without `__init__`, which may
     check what it is given, or make more of it."""
     while new := {type(x) for x in tree_leaves(values) if _is_closed(x)}:
         for kind in new:
-            entries, made = (_items_of, _with_items) if issubclass(kind, dict) else (_entries_of, _with_entries)
-            register_pytree_node(kind, entries, functools.partial(made, kind))
+            if issubclass(kind, dict):
+                open_class(kind, _items_of, functools.partial(_with_items, kind))
+            else:
+                open_attributes(kind)
+
+
+def open_attributes(kind: type) -> None:
+    """Let them look into the objects of a class, from now on, and make them anew of their attributes."""
+    open_class(kind, _entries_of, functools.partial(with_attributes, kind))
 
 
 def _is_closed(x: Any) -> bool:
@@ -270,8 +286,9 @@ def _entries_of(x: Any) -> tuple[list[Any], list[str]]:
     return list(held.values()), list(held)
 
 
-def _with_entries(kind: type, entries: Iterable[Any], names: Iterable[str]) -> Any:
-    made: Any = object.__new__(kind)
+def with_attributes(kind: type, entries: Iterable[Any], names: Iterable[str]) -> Any:
+    """An object of a class with these attributes."""
+    made: Any = (SimpleNamespace if issubclass(kind, SimpleNamespace) else object).__new__(kind)
     for name, entry in zip(names, entries, strict=True):
         object.__setattr__(made, name, entry)  # also of a frozen one
     return made

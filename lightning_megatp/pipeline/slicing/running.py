@@ -23,6 +23,7 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
 from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError, gradient_read
+from lightning_megatp.pipeline.slicing.handed import handing_on
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
@@ -167,6 +168,7 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
+        function = handing_on(function)
         if not self._plan.late_hooks:
             return with_collected(self._opaque, function, name, stage == self._stage, args, kwargs)
         late = self._hooks.late(name, self._plan.late_hooks)

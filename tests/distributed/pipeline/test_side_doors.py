@@ -9,6 +9,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -372,15 +373,15 @@ def test_looking_at_a_step_that_changes_its_batch(tmp_path: Path) -> None:
 
 
 class Scaling(nn.Module):
-    """Returns what undoes it, by numbers of the batch that it keeps to itself (RevIN)."""
+    """Returns an object of its own, in which it keeps numbers of the batch, to be used later."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.gain, self.kept = nn.Parameter(torch.ones(WIDTH)), SimpleNamespace()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        size = x.std(-1, keepdim=True)
-        return x / size * self.gain, lambda y: y * size
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        self.kept.size = x.std(-1, keepdim=True)
+        return x / self.kept.size * self.gain, self.kept
 
 
 class Undoing(Model):
@@ -392,10 +393,10 @@ class Undoing(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        scaled, undo = self.scaling(x)
-        return F.mse_loss(undo(self.net(scaled)), y)
+        scaled, kept = self.scaling(x)
+        return F.mse_loss(self.net(scaled) * kept.size, y)
 
 
-def test_what_a_block_hands_on_in_a_function_is_refused(tmp_path: Path) -> None:
+def test_what_a_block_keeps_for_itself_is_refused_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"`mul` .* came out of `scaling` .* by a side door"):
         run_program(Layout(pp=2), _trained, Undoing, "", {}, str(tmp_path))

@@ -40,6 +40,7 @@ from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenera
 from lightning_megatp.pipeline.slicing.dry_run.traits import Traits
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
 from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.handed import handing_on
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
     HOST_READS,
@@ -153,6 +154,8 @@ class Tracer(TorchFunctionMode):
             self._evaluator.inside.enter_unit(name, stage)
             with WithoutFastPath():
                 return call(*args, **kwargs)
+
+        call = handing_on(call)
 
         def trace(called: Callable[..., Any]) -> Any:
             collects, hooks = called is not call, self._hooks.of(name)
