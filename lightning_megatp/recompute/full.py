@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_megatp.building.recording import default_dtype
+from lightning_megatp.given import Holding
 from lightning_megatp.messages import warn_once_per_run, with_article
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.plan.ranges import split_evenly
@@ -101,20 +102,23 @@ class FullRecompute:
         walk of their graph."""
 
     def __call__(self, call: functools.partial[Any]) -> Any:
-        leaves, structure = tree_flatten(without_cache(call.args, call.keywords))
+        first = without_cache(call.args, call.keywords)
+        leaves, structure = tree_flatten(first)
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         inputs = {i: self.input(i, x) for i, x in tensors.items()}
         versions = [tensor_version(x) for x in tensors.values()]
         others = [None if i in tensors else x for i, x in enumerate(leaves)]
-        given: list[dict[int, Tensor]] = [tensors]
-        before = self._changing.copies()
+        given = [first]
+        before, holding = self._changing.copies(), Holding([x for x in others if x is not None])
         function, dtype = call.func, torch.get_default_dtype()  # 64-true and bf16-true set it for the step alone
 
         def run(*kept: Tensor) -> Any:
-            again = not given
-            now = _restored(inputs, kept) if again else given.pop()
+            if given:
+                args, kwargs = given.pop()  # itself: the block may fill a list
+                return function(*args, **kwargs)
+            now = _restored(inputs, kept)
             args, kwargs = tree_unflatten([now.get(i, x) for i, x in enumerate(others)], structure)
-            with self._again(dtype, before) if again else contextlib.nullcontext():
+            with self._again(dtype, before), holding.again():
                 return function(*args, **kwargs)
 
         result = checkpoint(run, *(x.kept for x in inputs.values()), use_reentrant=False)

@@ -21,13 +21,14 @@ from lightning_megatp.origins import is_frameworks, package_of
 from lightning_megatp.shim.torch import open_attributes, open_class, open_containers, tree_map, with_attributes
 
 
-def handing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+class HandingOn:
     """A unit's method that returns what it holds in functions and objects, too."""
-    return functools.partial(_handed_on, function)
 
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.__wrapped__ = method
 
-def _handed_on(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return opened(function(*args, **kwargs), function)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return opened(self.__wrapped__(*args, **kwargs), self.__wrapped__)
 
 
 def opened(value: Any, method: Callable[..., Any]) -> Any:

@@ -23,7 +23,8 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.slicing.aside import Aside
 from lightning_megatp.pipeline.slicing.errors import BeyondPlan, SliceError, gradient_read
-from lightning_megatp.pipeline.slicing.handed import handing_on
+from lightning_megatp.pipeline.slicing.filled import with_filled
+from lightning_megatp.pipeline.slicing.handed import HandingOn
 from lightning_megatp.pipeline.slicing.kept import Kept
 from lightning_megatp.pipeline.slicing.operations import (
     HOST_READS,
@@ -168,12 +169,13 @@ class StageMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.done:
             raise StepEnded
-        function = handing_on(function)
-        if not self._plan.late_hooks:
-            return with_collected(self._opaque, function, name, stage == self._stage, args, kwargs)
-        late = self._hooks.late(name, self._plan.late_hooks)
-        out = with_collected(late.carried(self._opaque), function, name, stage == self._stage, args, kwargs)
-        late.run()
+        function = HandingOn(function)
+        late = self._hooks.late(name, self._plan.late_hooks) if self._plan.late_hooks else None
+        carried = self._opaque if late is None else late.carried(self._opaque)
+        carry_out, told = functools.partial(with_collected, carried), (name, stage == self._stage, args, kwargs)
+        out = with_filled(carry_out, function, *told, args=args, kwargs=kwargs)
+        if late is not None:
+            late.run()
         return out
 
     def metric(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

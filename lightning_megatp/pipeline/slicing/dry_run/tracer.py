@@ -40,7 +40,8 @@ from lightning_megatp.pipeline.slicing.dry_run.step_generators import StepGenera
 from lightning_megatp.pipeline.slicing.dry_run.traits import Traits
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values, versions
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.handed import handing_on
+from lightning_megatp.pipeline.slicing.filled import with_filled
+from lightning_megatp.pipeline.slicing.handed import HandingOn
 from lightning_megatp.pipeline.slicing.operations import (
     EFFECTS,
     HOST_READS,
@@ -155,17 +156,18 @@ class Tracer(TorchFunctionMode):
             with WithoutFastPath():
                 return call(*args, **kwargs)
 
-        call = handing_on(call)
+        def carried_out(filling: Callable[..., Any]) -> Any:
+            def trace(called: Callable[..., Any]) -> Any:
+                collects, hooks = called is not filling, self._hooks.of(name)
+                return self._trace(
+                    Call(name, name, called, args, kwargs, stage, units=[name], collects=collects, hooks=hooks)
+                )
 
-        def trace(called: Callable[..., Any]) -> Any:
-            collects, hooks = called is not call, self._hooks.of(name)
-            return self._trace(
-                Call(name, name, called, args, kwargs, stage, units=[name], collects=collects, hooks=hooks)
-            )
+            return with_collected(late.carried(trace), filling)
 
         late = self._hooks.late(name, self.manner.late_hooks)
         with Aside(self):
-            out = with_collected(late.carried(trace), call)
+            out = with_filled(carried_out, HandingOn(call), args=args, kwargs=kwargs)
         if any(result is not None for result in late.run()):
             raise SliceError(f"a hook of `{name}` hands its tensors to the step, and changes them as well.")
         return out
