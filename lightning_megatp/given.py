@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict, UserList
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def held_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Pa
         if kind in _PLAIN or id(x) in seen:
             continue
         seen.add(id(x))
-        held = x if kind in (list, dict, tuple) else vars(x) if is_own_object(x) else ()
+        held = x if kind in (list, dict, tuple) else vars(x) if _is_open(x) else ()
         if not isinstance(held, tuple):
             yield path, held
         if len(held) <= _MOST:
@@ -39,7 +40,7 @@ class Holding:
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        objects = [x for x in values if type(x) not in _PLAIN and is_own_object(x)]
+        objects = [x for x in values if type(x) not in _PLAIN and _is_open(x)]
         self._held = [(held, held.copy()) for _, held in held_in(objects, {})]
 
     @contextlib.contextmanager
@@ -51,6 +52,11 @@ class Holding:
             yield
         finally:
             _put(now)
+
+
+def _is_open(x: Any) -> bool:
+    """Whether its attributes are looked at."""
+    return isinstance(x, (UserDict, UserList)) or is_own_object(x)
 
 
 def _put(contents: Sequence[tuple[Any, Any]]) -> None:

@@ -145,7 +145,7 @@ class PlainValues:
         self._seen: set[int] = set()
         self._values: dict[Path, bytes] = {}
         for name, module in modules.items():
-            own = {key: x for key, x in vars(module).items() if key not in _OF_MODULES}
+            own = {key: x for key, x in vars(module).items() if key not in OF_MODULES}
             self._values.update(self._plain((name,), own))
 
     def changes(self, earlier: PlainValues) -> dict[Path, bytes]:
@@ -227,7 +227,8 @@ _MOST_VALUES = 2_000
 """With more, no list or dict is looked into: they are looked at twice per batch."""
 _MOST_OF_A_NUMBER = 64
 """Bytes of one that is pickled."""
-_OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
+"""The attributes that every module has."""
 _SCALARS = (numbers.Number, str, bytes, type(None), Enum, np.generic)
 
 

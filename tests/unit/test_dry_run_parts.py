@@ -16,7 +16,7 @@ from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses
 from lightning_megatp.pipeline.slicing.dry_run.host_reads import HostReads
 from lightning_megatp.pipeline.slicing.dry_run.lineages import Lineage, Lineages
-from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
+from lightning_megatp.pipeline.slicing.dry_run.provenance import Maker, Provenance
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates
 from lightning_megatp.pipeline.slicing.dry_run.values import Values
@@ -92,11 +92,13 @@ def test_what_came_out_of_a_unit_unseen_is_refused_and_the_hook_is_named() -> No
     made = parts.fake()
     with pytest.raises(SideDoor, match="came out of an operation that torch functions don't show"):
         parts.provenance.find(made, "`add`")
-    parts.provenance.note_inside([made], 0, "`encoder`")
+    maker = Maker("`encoder`", 0, "encoder")
+    parts.provenance.note_inside([made], maker)
     parts.provenance.note_hook(made, "its code")
     with pytest.raises(SideDoor, match=r"`add` uses a tensor that came out of `encoder` by a side door") as refused:
         parts.provenance.find(made, "`add`")
-    assert refused.value.hook == "its code" and parts.provenance.side_door(made) == ("`encoder`", 0)
+    assert refused.value.hook == "its code" and parts.provenance.side_door(made) == maker
+    assert refused.value.unit == "encoder"
     assert not parts.provenance.hangs_on_the_module(made)
     parts.left.append(made)
     assert parts.provenance.hangs_on_the_module(made)

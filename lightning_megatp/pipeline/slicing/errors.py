@@ -27,11 +27,12 @@ class SideDoor(SliceError):
 
     Args:
         hook: code of the hook that was given it, or has made it; None if there is none.
+        unit: which; empty if that isn't known.
     """
 
-    def __init__(self, text: str, hook: Any) -> None:
+    def __init__(self, text: str, hook: Any, unit: str) -> None:
         super().__init__(text)
-        self.hook = hook
+        self.hook, self.unit = hook, unit
 
 
 class ReadsValues(SliceError):

@@ -212,6 +212,8 @@ class SlicePlan:
     """The unit whose call that was; none for an operation between units."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
+    attributes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Units of which the step takes tensors that they set on themselves."""
     couples: str = ""
     """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
     unit_rows: Mapping[str, CallRows] = field(default_factory=dict, compare=False, repr=False)

@@ -84,7 +84,23 @@ class Shared:
         self.seen: list[Tensor] = []
 
 
-BLOCKS = {"lists": Skips, "batch": OnBatch, "object": OnObject, "namespace": OnObject}
+class OnItself(nn.Module):
+    """Keeps a loss and a map of attention; its part, and an object, keep others."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.mlp, self.router = MLP(), nn.Linear(WIDTH, 2)
+        self.last = SimpleNamespace(shares=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        self.aux_loss, self.mlp.seen = shares.square().mean((1, 2)), [x.mean((1, 2))]
+        self.last.shares = shares[..., 0]
+        self.map = (x @ x.transpose(1, 2)).softmax(-1)
+        return x + self.mlp(self.map @ x) * shares[..., :1]
+
+
+BLOCKS = {"lists": Skips, "batch": OnBatch, "object": OnObject, "namespace": OnObject, "itself": OnItself}
 
 
 class Net(LightningModule):
@@ -111,6 +127,15 @@ class Net(LightningModule):
                     block(batch)
                 assert "first" not in batch
                 return F.mse_loss(self.head(batch["x"]), batch["y"]) + 0.1 * batch["aux"].mean()
+            case "itself":
+                for block in self.blocks:
+                    h = block(h)
+                out = self.head(h)
+                kept: list[Any] = list(self.blocks)
+                aux = sum(x.aux_loss.mean() for x in self.modules() if hasattr(x, "aux_loss"))
+                maps = torch.stack([block.map for block in kept]).square().mean()
+                seen = torch.stack([block.mlp.seen[0] + block.last.shares.sum(1) for block in kept]).square().mean()
+                return F.mse_loss(out, y) + 0.1 * (aux + maps + seen)
             case _:
                 shared: Any = Shared() if self.way == "object" else SimpleNamespace(seen=[])
                 for block in self.blocks:

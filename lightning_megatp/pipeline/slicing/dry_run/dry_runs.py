@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightning_megatp.batches.signature import leaves_out, tensors_of
 from lightning_megatp.calls import Decides
+from lightning_megatp.containers import tensors_in
+from lightning_megatp.given import held_in
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
@@ -38,6 +40,7 @@ from lightning_megatp.shim.fakes import forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import WeakIdKeyDictionary, tensor_version
+from lightning_megatp.snapshots.leftovers import OF_MODULES
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]
@@ -107,6 +110,8 @@ class DryRuns:
                 further, past = self._by_hooks(replace(manner, past_masks=True), step, batch, seed)
                 if further.plan.relays != seen.plan.relays:
                     seen, manner = further, past
+        if manner.side_door is not None:
+            self._check_sets_again(manner, manner.side_door, step, batch, seed, seen)
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
 
@@ -117,7 +122,7 @@ class DryRuns:
         Args:
             like: the plan of that, in which the tail is a part of the last stage.
         """
-        manner = Manner(like.late_hooks, tail=Tail(like.operations, of_stage=like.n_stages - 1))
+        manner = Manner(like.late_hooks, like.attributes, tail=Tail(like.operations, of_stage=like.n_stages - 1))
         return self._seen(manner, step, batch, seed, is_run=False).plan
 
     def operations(self, step: Step, batch: Any, seed: int) -> Sequence[Operation]:
@@ -128,16 +133,53 @@ class DryRuns:
         return self.run(step, batch, seed)[0].operations
 
     def _by_hooks(self, manner: Manner, step: Step, batch: Any, seed: int) -> tuple[_Seen, Manner]:
-        """A dry run, with the hooks called late that need it."""
+        """A dry run, with the hooks called late that need it, and what units set on themselves, where it is taken."""
         first: SliceError | None = None
         while True:
             try:
                 return self._seen(manner, step, batch, seed), manner
             except SliceError as error:
-                hook = error.hook if isinstance(error, SideDoor) else None
-                if hook is None or hook in manner.late_hooks:
-                    raise (first or error) from None
-                first, manner = first or error, replace(manner, late_hooks=manner.late_hooks | {hook})
+                first = first or error
+                if not isinstance(error, SideDoor) or (other := self._further(manner, error)) == manner:
+                    raise first from None
+                manner = other
+
+    def _further(self, manner: Manner, error: SideDoor) -> Manner:
+        """How else to follow a step that takes what a unit did not return; not at all if it is the same."""
+        if error.hook is not None:
+            return replace(manner, late_hooks=manner.late_hooks | {error.hook})
+        if not error.unit:
+            return manner
+        kind = type(self._module.get_submodule(error.unit))
+        alike = {name for name in self._around.stage_of_unit if type(self._module.get_submodule(name)) is kind}
+        return replace(manner, attributes=manner.attributes | alike, side_door=manner.side_door or error)
+
+    def _check_sets_again(
+        self, manner: Manner, side_door: SideDoor, step: Step, batch: Any, seed: int, seen: _Seen
+    ) -> None:
+        """What units set on themselves, and the step takes, they have to set in each step, and not to read before: not
+        a table that they keep, which stages would make of other values, and no count, which later stages go on with.
+
+        Raises:
+            SideDoor: they don't.
+        """
+        before, known = state_before(self._module), {id(x) for x in self._attributes_of(manner.attributes)}
+        seen.left.put_everything()
+        kept = [x for x in self._attributes_of(manner.attributes) if id(x) not in known]
+        try:
+            again = self._seen(replace(manner, last_step=kept), step, batch, seed)
+        except SliceError:
+            raise side_door from None
+        finally:
+            before.restore()
+        if again.plan.digest() != seen.plan.digest():
+            raise side_door
+
+    def _attributes_of(self, units: Collection[str]) -> list[Tensor]:
+        """The tensors that units and their parts keep, as attributes and in what these hold."""
+        parts = (part for unit in units for part in self._module.get_submodule(unit).modules())
+        own = [{name: x for name, x in vars(part).items() if name not in OF_MODULES} for part in parts]
+        return tensors_in(own, [held for attributes in own for _, held in held_in((), attributes)])
 
     def _check_alone(self, manner: Manner, step: Step, batch: Any, seed: int, seen: _Seen) -> None:
         """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to

@@ -13,7 +13,7 @@ from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
 from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses, guess_unit, guessed_where_they_fail, parts_of
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
-from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
+from lightning_megatp.pipeline.slicing.dry_run.provenance import Maker, Provenance
 from lightning_megatp.pipeline.slicing.dry_run.record import Record
 from lightning_megatp.pipeline.slicing.dry_run.values import Values, versions
 from lightning_megatp.pipeline.slicing.dry_run.watched import watched
@@ -172,5 +172,6 @@ class Evaluator:
         if inside.missed is not None:
             self._guesses.note_unit(call)
         call.stage = self._or_tail(call, inside.find_stage(call.stage))
-        self._provenance.note_inside(inside.made.values(), call.stage, call.by)
+        maker = Maker(call.by, call.stage, call.what if call.is_unit else "")
+        self._provenance.note_inside(inside.made.values(), maker)
         return out

@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.slicing.dry_run.packing import on_whole_sequences
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
 from lightning_megatp.pipeline.slicing.dry_run.refusals import refuse_stand_in
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
-from lightning_megatp.pipeline.slicing.errors import SliceError
+from lightning_megatp.pipeline.slicing.errors import SideDoor, SliceError
 from lightning_megatp.pipeline.slicing.operations import HOST_READS, NeedsValues, random_states
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import DisableTorchFunction, tensor_version, tree_map
@@ -174,18 +174,21 @@ class Inside(TorchFunctionMode):
         """A tensor from an attribute, a closure or a global. A value of the step, or a parameter that is not the unit's
         own, is an input like any other."""
         stage = self._stage
+        self._provenance.check_is_of_step(x, self._call.by)
         value = self._values.get(x)
         if value is not None and value.stage is not None:
             refuse_stand_in(value, stage, f"a tensor that {self._call.by} takes from an attribute")
             self._add_input(value)
         elif self._values.is_persistent(x) and not self._is_of_stage(x):
             self._add_input(self._provenance.find(x, self._call.by))
-        maker, of_stage = self._provenance.side_door(x)
-        if value is None and maker is not None and of_stage != stage and not self._is_cached_apart(x):
-            raise SliceError(
+        maker, of_stage, unit = self._provenance.side_door(x)
+        if value is None and maker and of_stage != stage and not self._is_cached_apart(x):
+            raise SideDoor(
                 f"{self._call.by} uses a tensor that came out of {maker} by a side door (an attribute, a cache), on"
                 f" another pipeline stage ({of_stage}). Pass it through the forwards of the modules, or keep both on"
-                " one stage, by `stages=[[...], ...]`."
+                " one stage, by `stages=[[...], ...]`.",
+                self._provenance.hook_of(x),
+                unit,
             )
 
     def _is_cached_apart(self, x: Tensor) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
+from lightning_megatp.pipeline.slicing.errors import SideDoor
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,12 @@ class Manner:
 
     late_hooks: frozenset[Any] = frozenset()
     """Code of hooks that are called after their units."""
+    attributes: frozenset[str] = frozenset()
+    """Units of which the step takes tensors that they set on themselves."""
+    side_door: SideDoor | None = field(default=None, compare=False)
+    """Why they have to be followed."""
+    last_step: Sequence[Tensor] = field(default=(), compare=False)
+    """What they have set in the step before, and may not read."""
     past_masks: bool = False
     """Follow the step also behind an index by a mask of values that the last stage has."""
     guesses_parts: bool = False

@@ -71,6 +71,7 @@ def make_plan(tracer: Tracer, names: Mapping[int, str], effects: SideEffects) ->
         ended=tracer.ending.early,
         ended_in=tracer.ending.early_in,
         late_hooks=tracer.manner.late_hooks,
+        attributes=tracer.manner.attributes,
         part=Part(
             number=parts.number,
             begins=parts.begins,
