@@ -39,7 +39,7 @@ class Parts:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.values = Values(self.mode, names, {id(self.weight): {0}}, {id(self.glue): "glue"}, LAST + 1, {})
         self.left: list[Tensor] = []
-        self.provenance = Provenance(self.values, [self.batch], lambda: self.left)
+        self.provenance = Provenance(nn.Module(), self.values, [self.batch], lambda: self.left)
         self.record, self.fakes = Record(self.values, self.mode), Fakes(self.values, self.mode)
 
     def of_stage(self, stage: int) -> Tensor:
@@ -92,13 +92,13 @@ def test_what_came_out_of_a_unit_unseen_is_refused_and_the_hook_is_named() -> No
     made = parts.fake()
     with pytest.raises(SideDoor, match="came out of an operation that torch functions don't show"):
         parts.provenance.find(made, "`add`")
-    maker = Maker("`encoder`", 0, "encoder")
+    maker = Maker("`encoder`", 0)
     parts.provenance.note_inside([made], maker)
     parts.provenance.note_hook(made, "its code")
     with pytest.raises(SideDoor, match=r"`add` uses a tensor that came out of `encoder` by a side door") as refused:
         parts.provenance.find(made, "`add`")
     assert refused.value.hook == "its code" and parts.provenance.side_door(made) == maker
-    assert refused.value.unit == "encoder"
+    assert refused.value.attribute is None
     assert not parts.provenance.hangs_on_the_module(made)
     parts.left.append(made)
     assert parts.provenance.hangs_on_the_module(made)

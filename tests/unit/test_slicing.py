@@ -795,6 +795,11 @@ def test_what_units_hand_out_by_a_side_door_is_followed(function: Callable[[Leak
             each.zero_grad()
 
 
+def test_of_what_a_unit_keeps_only_that_is_sent_which_is_taken() -> None:
+    module = Leaking(read_inner)
+    assert len(planned(module, tokens()).relays[1]) == 2
+
+
 def test_a_unit_may_read_what_one_of_another_stage_keeps() -> None:
     torch.manual_seed(0)
     module, batch = Leaking(read_in_unit).double(), tokens()

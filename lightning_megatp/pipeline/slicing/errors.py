@@ -27,12 +27,12 @@ class SideDoor(SliceError):
 
     Args:
         hook: code of the hook that was given it, or has made it; None if there is none.
-        unit: which; empty if that isn't known.
+        attribute: of a unit, in which it is; None if it is in none.
     """
 
-    def __init__(self, text: str, hook: Any, unit: str) -> None:
+    def __init__(self, text: str, hook: Any, attribute: Any) -> None:
         super().__init__(text)
-        self.hook, self.unit = hook, unit
+        self.hook, self.attribute = hook, attribute
 
 
 class ReadsValues(SliceError):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.given import Path, held_in
@@ -20,6 +20,55 @@ from lightning_megatp.pipeline.slicing.errors import SliceError
 from lightning_megatp.shim.torch import tree_map
 from lightning_megatp.snapshots.leftovers import OF_MODULES
 from lightning_megatp.tensor.shards import gathered
+
+
+class Attribute(NamedTuple):
+    """An attribute that a unit, or a part of it, sets: looks like a dict with nothing else in it."""
+
+    unit: str
+    part: str
+    name: str
+    holder: nn.Module
+    """The part."""
+
+    def copy(self) -> dict[str, Any]:
+        """A dict of its value, by its name; empty where it is not set."""
+        held = vars(self.holder)
+        return {self.name: held[self.name]} if self.name in held else {}
+
+    def items(self) -> Collection[tuple[str, Any]]:
+        """Its name and its value."""
+        return self.copy().items()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.copy()
+
+    def update(self, entries: Mapping[str, Any]) -> None:
+        """Set the attribute."""
+        vars(self.holder).update(entries)
+
+    def pop(self, name: str, default: Any) -> Any:
+        """Remove the attribute."""
+        return vars(self.holder).pop(name, default)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors in its value."""
+        return tensors_in(self.copy(), [held for _, held in held_in((), self.copy())])
+
+    def of(self, name: str, unit: nn.Module) -> Attribute | None:
+        """The attribute of another unit that has this name there; None if that has no such part."""
+        holder = dict(unit.named_modules()).get(self.part)
+        return None if holder is None else self._replace(unit=name, holder=holder)
+
+
+def attribute_with(tensor: Tensor, name: str, unit: nn.Module) -> Attribute | None:
+    """The attribute of a unit in which a tensor is."""
+    for part, child in unit.named_modules():
+        for key in [key for key in vars(child) if key not in OF_MODULES]:  # in order, on all ranks
+            attribute = Attribute(name, part, key, child)
+            if any(x is tensor for x in attribute.tensors()):
+                return attribute
+    return None
 
 
 class _Result(NamedTuple):
@@ -44,7 +93,7 @@ def with_filled(
     *told: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    unit: nn.Module | None = None,
+    attributes: Sequence[Attribute] = (),
 ) -> Any:
     """The result of a call.
 
@@ -54,15 +103,15 @@ def with_filled(
         told: what else `carry_out` is given.
         args: of the call.
         kwargs: of the call.
-        unit: what it sets on itself and its parts counts, too.
+        attributes: which the unit sets, too.
     """
-    found = dict(_held(args, kwargs, unit))
+    found = dict(_held(args, kwargs, attributes))
     if not found:
         return carry_out(function, *told)
 
     @functools.wraps(function)
     def and_put(*args: Any, **kwargs: Any) -> Any:
-        before = [(path, held, held.copy()) for path, held in _held(args, kwargs, unit)]
+        before = [(path, held, held.copy()) for path, held in _held(args, kwargs, attributes)]
         result = function(*args, **kwargs)
         put = {path: change for path, held, was in before if (change := _put(was, held))}
         return _Result(result, put) if put else result
@@ -80,14 +129,14 @@ def with_filled(
     return made.result
 
 
-def _held(args: Sequence[Any], kwargs: Mapping[str, Any], unit: nn.Module | None) -> Iterator[tuple[Path, Any]]:
+def _held(
+    args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Sequence[Attribute]
+) -> Iterator[tuple[Path, Any]]:
     """What may be filled, by the names that lead there."""
     yield from held_in(args, kwargs)
-    for name, child in () if unit is None else unit.named_modules():
-        own = vars(child)
-        yield (name, "."), own
-        inside = {key: x for key, x in own.items() if key not in OF_MODULES}
-        yield from (((name, ".", *path), held) for path, held in held_in((), inside))
+    for i, attribute in enumerate(attributes):
+        yield (_OF_UNIT, i), attribute
+        yield from (((_OF_UNIT, i, *path), held) for path, held in held_in((), attribute.copy()))
 
 
 def _put(was: Any, held: Any) -> _Put | None:
@@ -116,3 +165,7 @@ def _do(change: _Put, held: Any) -> None:
 
 def _name(path: Path) -> str:
     return "".join(f"[{part!r}]" for part in path)
+
+
+_OF_UNIT = "an attribute of the unit"
+"""No argument's name."""

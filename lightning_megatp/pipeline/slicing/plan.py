@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_megatp.pipeline.slicing.filled import Attribute
 from lightning_megatp.pipeline.slicing.rows import CallRows
 from lightning_megatp.pipeline.slicing.script import Script
 from lightning_megatp.pipeline.slicing.state.put_back import Spot
@@ -212,8 +213,8 @@ class SlicePlan:
     """The unit whose call that was; none for an operation between units."""
     late_hooks: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
     """Code of the hooks on units that are called after them, on all stages."""
-    attributes: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    """Units of which the step takes tensors that they set on themselves."""
+    attributes: Mapping[str, tuple[Attribute, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """By units: those that they set, and of which the step takes tensors."""
     couples: str = ""
     """What makes something of all samples between blocks, where the tail of the step is a stage of its own."""
     unit_rows: Mapping[str, CallRows] = field(default_factory=dict, compare=False, repr=False)

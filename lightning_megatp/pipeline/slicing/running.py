@@ -86,7 +86,7 @@ class StageMode(TorchFunctionMode):
         kept: Kept | None = None,
     ) -> None:
         super().__init__()
-        self._hooks, self._locator, self._module = around.hooks, around.locator, around.module
+        self._hooks, self._locator = around.hooks, around.locator
         script = plan.script(stage)
         self._instructions, self._last, self._free_after = script.instructions, script.last, script.free_after
         self._not_operations = plan.not_operations | _PROPERTIES
@@ -173,8 +173,8 @@ class StageMode(TorchFunctionMode):
         late = self._hooks.late(name, self._plan.late_hooks) if self._plan.late_hooks else None
         carried = self._opaque if late is None else late.carried(self._opaque)
         carry_out, told = functools.partial(with_collected, carried), (name, stage == self._stage, args, kwargs)
-        unit = self._module.get_submodule(name) if name in self._plan.attributes else None
-        out = with_filled(carry_out, function, *told, args=args, kwargs=kwargs, unit=unit)
+        attributes = self._plan.attributes.get(name, ())
+        out = with_filled(carry_out, function, *told, args=args, kwargs=kwargs, attributes=attributes)
         if late is not None:
             late.run()
         return out

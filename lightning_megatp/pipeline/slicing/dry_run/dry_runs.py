@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from lightning_megatp.batches.signature import leaves_out, tensors_of
 from lightning_megatp.calls import Decides
-from lightning_megatp.containers import tensors_in
-from lightning_megatp.given import held_in
 from lightning_megatp.pipeline.slicing.dry_run.alone import Alone, Difference, Reading
 from lightning_megatp.pipeline.slicing.dry_run.deeds import Deeds
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
@@ -40,7 +38,6 @@ from lightning_megatp.shim.fakes import forget_fakes, subclassed_fake
 from lightning_megatp.shim.lightning import around_progress, trainer_of
 from lightning_megatp.shim.modules import conversions_around
 from lightning_megatp.shim.torch import WeakIdKeyDictionary, tensor_version
-from lightning_megatp.snapshots.leftovers import OF_MODULES
 from lightning_megatp.snapshots.snapshot import FirstValues, Snapshot
 
 Step = Callable[[Any], Any]
@@ -110,7 +107,7 @@ class DryRuns:
                 further, past = self._by_hooks(replace(manner, past_masks=True), step, batch, seed)
                 if further.plan.relays != seen.plan.relays:
                     seen, manner = further, past
-        if manner.side_door is not None:
+        if manner.side_door is not None and self._n_stages > 1:
             self._check_sets_again(manner, manner.side_door, step, batch, seed, seen)
         self._check_alone(manner, step, batch, seed, seen)
         return seen.plan, seen.left
@@ -148,11 +145,15 @@ class DryRuns:
         """How else to follow a step that takes what a unit did not return; not at all if it is the same."""
         if error.hook is not None:
             return replace(manner, late_hooks=manner.late_hooks | {error.hook})
-        if not error.unit:
+        found, attributes = error.attribute, manner.attributes
+        if found is None or found in attributes.get(found.unit, ()):
             return manner
-        kind = type(self._module.get_submodule(error.unit))
-        alike = {name for name in self._around.stage_of_unit if type(self._module.get_submodule(name)) is kind}
-        return replace(manner, attributes=manner.attributes | alike, side_door=manner.side_door or error)
+        kind, alike = type(self._module.get_submodule(found.unit)), {}
+        for name in self._around.stage_of_unit:
+            unit = self._module.get_submodule(name)
+            if type(unit) is kind and (other := found.of(name, unit)) is not None:
+                alike[name] = (*attributes.get(name, ()), other)
+        return replace(manner, attributes={**attributes, **alike}, side_door=manner.side_door or error)
 
     def _check_sets_again(
         self, manner: Manner, side_door: SideDoor, step: Step, batch: Any, seed: int, seen: _Seen
@@ -163,9 +164,10 @@ class DryRuns:
         Raises:
             SideDoor: they don't.
         """
-        before, known = state_before(self._module), {id(x) for x in self._attributes_of(manner.attributes)}
+        followed = [attribute for of_unit in manner.attributes.values() for attribute in of_unit]
+        before, known = state_before(self._module), {id(x) for each in followed for x in each.tensors()}
         seen.left.put_everything()
-        kept = [x for x in self._attributes_of(manner.attributes) if id(x) not in known]
+        kept = [x for each in followed for x in each.tensors() if id(x) not in known]
         try:
             again = self._seen(replace(manner, last_step=kept), step, batch, seed)
         except SliceError:
@@ -174,12 +176,6 @@ class DryRuns:
             before.restore()
         if again.plan.digest() != seen.plan.digest():
             raise side_door
-
-    def _attributes_of(self, units: Collection[str]) -> list[Tensor]:
-        """The tensors that units and their parts keep, as attributes and in what these hold."""
-        parts = (part for unit in units for part in self._module.get_submodule(unit).modules())
-        own = [{name: x for name, x in vars(part).items() if name not in OF_MODULES} for part in parts]
-        return tensors_in(own, [held for attributes in own for _, held in held_in((), attributes)])
 
     def _check_alone(self, manner: Manner, step: Step, batch: Any, seed: int, seen: _Seen) -> None:
         """Each stage alone has to do what it did in the dry run of the whole step; unless that differs from time to

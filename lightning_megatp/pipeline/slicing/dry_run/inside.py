@@ -181,14 +181,14 @@ class Inside(TorchFunctionMode):
             self._add_input(value)
         elif self._values.is_persistent(x) and not self._is_of_stage(x):
             self._add_input(self._provenance.find(x, self._call.by))
-        maker, of_stage, unit = self._provenance.side_door(x)
+        maker, of_stage, _ = self._provenance.side_door(x)
         if value is None and maker and of_stage != stage and not self._is_cached_apart(x):
             raise SideDoor(
                 f"{self._call.by} uses a tensor that came out of {maker} by a side door (an attribute, a cache), on"
                 f" another pipeline stage ({of_stage}). Pass it through the forwards of the modules, or keep both on"
                 " one stage, by `stages=[[...], ...]`.",
                 self._provenance.hook_of(x),
-                unit,
+                self._provenance.attribute_with(x),
             )
 
     def _is_cached_apart(self, x: Tensor) -> bool:

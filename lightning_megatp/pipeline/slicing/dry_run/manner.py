@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.slicing.dry_run.tail import Tail
 from lightning_megatp.pipeline.slicing.errors import SideDoor
+from lightning_megatp.pipeline.slicing.filled import Attribute
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Manner:
 
     late_hooks: frozenset[Any] = frozenset()
     """Code of hooks that are called after their units."""
-    attributes: frozenset[str] = frozenset()
-    """Units of which the step takes tensors that they set on themselves."""
+    attributes: Mapping[str, tuple[Attribute, ...]] = field(default_factory=dict)
+    """By units: those that they set, and of which the step takes tensors."""
     side_door: SideDoor | None = field(default=None, compare=False)
     """Why they have to be followed."""
     last_step: Sequence[Tensor] = field(default=(), compare=False)

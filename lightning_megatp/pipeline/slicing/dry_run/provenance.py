@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.lineages import Lineage
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.errors import SideDoor, SliceError
+from lightning_megatp.pipeline.slicing.filled import Attribute, attribute_with
 from lightning_megatp.shim.fakes import is_fake
 
 
@@ -28,6 +29,7 @@ class Provenance:
     """Tells where each tensor comes from that an operation takes.
 
     Args:
+        module: whose step it is.
         values: those that operations have made, or taken before.
         batch: its tensors.
         left: gives the tensors that the step has left on the module so far.
@@ -36,12 +38,13 @@ class Provenance:
 
     def __init__(
         self,
+        module: nn.Module,
         values: Values,
         batch: Sequence[Tensor],
         left: Callable[[], list[Tensor]],
         last_step: Sequence[Tensor] = (),
     ) -> None:
-        self._values, self._left = values, left
+        self._module, self._values, self._left = module, values, left
         self._last_step = {id(x) for x in last_step}
         self._batch = {id(x) for x in batch}
         self._inside = ByTensor[Maker]()
@@ -68,7 +71,7 @@ class Provenance:
                 " cache, an object that it returned. Other stages don't have it. Let the module's forward return it,"
                 " alone or in a tuple, list or dict.",
                 self.hook_of(tensor),
-                self.side_door(tensor).unit,
+                self.attribute_with(tensor),
             )
         origins = frozenset([id(tensor)] if self._values.is_persistent(tensor) and not is_of_unit else [])
         constant = id(tensor) not in self._batch
@@ -104,6 +107,11 @@ class Provenance:
     def hook_of(self, tensor: Tensor) -> Any:
         """The code of a hook that was given a tensor inside of a unit, or has made it there."""
         return self._hooks.get(id(tensor))
+
+    def attribute_with(self, tensor: Tensor) -> Attribute | None:
+        """The attribute of the unit that made a tensor, in which that is."""
+        unit = self.side_door(tensor).unit
+        return attribute_with(tensor, unit, self._module.get_submodule(unit)) if unit else None
 
     def side_door(self, tensor: Tensor) -> Maker:
         """Where a tensor was made inside of a unit."""

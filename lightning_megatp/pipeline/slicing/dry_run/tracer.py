@@ -86,10 +86,9 @@ class Tracer(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._passes, self._hooks, self._locator, self._states = passes, around.hooks, around.locator, states
-        self._module = around.module
         self.values, self.manner = values, manner
         self.fakes, self.record = Fakes(values, around.fake_mode), Record(values, around.fake_mode)
-        self._provenance, self.guesses = Provenance(values, batch, left, manner.last_step), Guesses()
+        self._provenance, self.guesses = Provenance(around.module, values, batch, left, manner.last_step), Guesses()
         self.ending = Ending(values, self.record, self._provenance, states, manner.tail is not None)
         self.host_reads = HostReads(values, self.record, self._provenance, self.fakes)
         self._evaluator = Evaluator(
@@ -166,10 +165,10 @@ class Tracer(TorchFunctionMode):
 
             return with_collected(late.carried(trace), filling)
 
-        unit = self._module.get_submodule(name) if name in self.manner.attributes else None
+        attributes = self.manner.attributes.get(name, ())
         late = self._hooks.late(name, self.manner.late_hooks)
         with Aside(self):
-            out = with_filled(carried_out, HandingOn(call), args=args, kwargs=kwargs, unit=unit)
+            out = with_filled(carried_out, HandingOn(call), args=args, kwargs=kwargs, attributes=attributes)
         if any(result is not None for result in late.run()):
             raise SliceError(f"a hook of `{name}` hands its tensors to the step, and changes them as well.")
         return out
