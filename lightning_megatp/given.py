@@ -47,11 +47,11 @@ class Holding:
     def again(self) -> Iterator[None]:
         """Meanwhile they hold it again."""
         now = [(held, held.copy()) for held, _ in self._held]
-        _put(self._held)
+        _fill(self._held)
         try:
             yield
         finally:
-            _put(now)
+            _fill(now)
 
 
 def _is_open(x: Any) -> bool:
@@ -59,7 +59,7 @@ def _is_open(x: Any) -> bool:
     return isinstance(x, (UserDict, UserList)) or is_own_object(x)
 
 
-def _put(contents: Sequence[tuple[Any, Any]]) -> None:
+def _fill(contents: Sequence[tuple[Any, Any]]) -> None:
     for held, content in contents:
         held.clear()
         (held.extend if isinstance(held, list) else held.update)(content)

@@ -109,7 +109,7 @@ class FullRecompute:
         versions = [tensor_version(x) for x in tensors.values()]
         others = [None if i in tensors else x for i, x in enumerate(leaves)]
         given = [first]
-        before, holding = self._changing.copies(), Holding([x for x in others if x is not None])
+        before, holding = self._changing.copies(), Holding(others)
         function, dtype = call.func, torch.get_default_dtype()  # 64-true and bf16-true set it for the step alone
 
         def run(*kept: Tensor) -> Any:
@@ -126,7 +126,6 @@ class FullRecompute:
             del x.kept  # the checkpoint has them
         self._check_unchanged(tensors, versions)
         self._changing.learn(before)
-        tensors.clear()
         return result
 
     @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_megatp.tensor.functions import gradient_in_step
+
+if TYPE_CHECKING:
+    from lightning_megatp.pipeline.slicing.filled import Attribute
 
 
 class SliceError(RuntimeError):
@@ -30,7 +33,7 @@ class SideDoor(SliceError):
         attribute: of a unit, in which it is; None if it is in none.
     """
 
-    def __init__(self, text: str, hook: Any, attribute: Any) -> None:
+    def __init__(self, text: str, hook: Any, attribute: Attribute | None) -> None:
         super().__init__(text)
         self.hook, self.attribute = hook, attribute
 

@@ -113,7 +113,7 @@ def with_filled(
     def and_put(*args: Any, **kwargs: Any) -> Any:
         before = [(path, held, held.copy()) for path, held in _held(args, kwargs, attributes)]
         result = function(*args, **kwargs)
-        put = {path: change for path, held, was in before if (change := _put(was, held))}
+        put = {path: change for path, held, was in before if (change := _difference(was, held))}
         return _Result(result, put) if put else result
 
     made = carry_out(and_put, *told)
@@ -125,7 +125,7 @@ def with_filled(
                 f"a block puts tensors into a list, dict or object that it is given ({_name(path)}), which is not there"
                 " on another pipeline stage. Let the forward of the module return them."
             )
-        _do(change, found[path])
+        _apply(change, found[path])
     return made.result
 
 
@@ -139,7 +139,7 @@ def _held(
         yield from (((_OF_UNIT, i, *path), held) for path, held in held_in((), attribute.copy()))
 
 
-def _put(was: Any, held: Any) -> _Put | None:
+def _difference(was: Any, held: Any) -> _Put | None:
     """What was put there; None if nothing with tensors was."""
     if isinstance(held, list):
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], zip(was, held, strict=False)))
@@ -153,10 +153,9 @@ def _put(was: Any, held: Any) -> _Put | None:
     return _Put(tree_map(gathered, entries), gone) if tensors_in(entries, was if gone else None) else None
 
 
-def _do(change: _Put, held: Any) -> None:
+def _apply(change: _Put, held: Any) -> None:
     if isinstance(held, list):
-        first = next(iter(change.entries), change.gone[0] if change.gone else len(held))
-        held[first:] = change.entries.values()
+        held[min([*change.entries, *change.gone]) :] = change.entries.values()
         return
     for key in change.gone:
         held.pop(key, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABCMeta
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -51,14 +51,14 @@ def _opened(value: Any, closed: Collection[int]) -> Any:
         closed: id() of what is not to be opened: what holds the value may be held by it.
     """
 
-    def opened(x: Any) -> Any:
+    def open_one(x: Any) -> Any:
         if not _may_hold(x) or id(x) in closed:
             return x
         held, made = _parts(x)
         held = [_opened(entry, {*closed, id(x)}) for entry in held]
         return made(held) if tensors_in(held) else x
 
-    return tree_map(opened, value)
+    return tree_map(open_one, value)
 
 
 def _may_hold(x: Any) -> bool:
@@ -94,8 +94,8 @@ def _parts(x: Any) -> tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]:
 class Closure:
     """Stands for a function that holds tensors: in variables of the function around it, or as defaults."""
 
-    def __init__(self, function: Any, held: Sequence[Any]) -> None:
-        self._function, self._held = function, held
+    def __init__(self, function: Any, held: Iterable[Any]) -> None:
+        self._function, self._held = function, list(held)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class Closure:
     @property
     def parts(self) -> tuple[list[Any], Any]:
         """What it holds, and the function."""
-        return list(self._held), self._function
+        return self._held, self._function
 
 
 def _held_by(function: Any) -> list[Any]:
@@ -121,8 +121,9 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _with_held(function: Any, held: Sequence[Any]) -> Closure:
+def _with_held(function: Any, held: Iterable[Any]) -> Closure:
     """A function of the same code, with other values."""
+    held = list(held)
     if isinstance(function, functools.partial):
         of, args, keywords = held
         return Closure(functools.partial(of, *args, **keywords), held)
@@ -154,4 +155,4 @@ _FUNCTIONS = (FunctionType, functools.partial)
 _NEW = (object.__new__, SimpleNamespace.__new__)
 """They make an object without attributes."""
 
-open_class(Closure, lambda x: x.parts, lambda held, function: _with_held(function, list(held)))
+open_class(Closure, lambda x: x.parts, lambda held, function: _with_held(function, held))

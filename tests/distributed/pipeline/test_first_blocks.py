@@ -12,21 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.distributed.pipeline.test_filled import MLP, ROWS, TOKENS, WIDTH
 from tests.distributed.training import PLAIN, PP2, TP2_PP2, Layout, Losses, make_trainer, run_program
-
-WIDTH, TOKENS, ROWS = 16, 8, 8
-
-
-class MLP(nn.Module):
-    """(b, s, h) -> (b, s, h)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(self.norm(x))))
 
 
 class Net(LightningModule):
