@@ -27,6 +27,8 @@ HOOKS = (
 STEP_IN_HOOK = ("optimizer_step", "training_step", "backward")
 """Methods of the strategy that have the step in them, of those that an `optimizer_step` of the user's calls: by
 `super()` or the optimizer, or by the closure alone (a batch of which the gradients are left for the next)."""
+Hook = tuple[Any, str]
+"""Whose it is, a LightningModule's or a callback's, and which."""
 
 _BEHIND = {
     "on_predict_batch_end": ("write_on_batch_end",),
@@ -44,8 +46,8 @@ def is_users(x: Any, name: str) -> bool:
     return any(_is_own(x, hook) for hook in (name, *_BEHIND.get(name, ())))
 
 
-def users_hooks(owners: Iterable[Any], hooks: Collection[str] = HOOKS) -> Iterator[tuple[Any, str]]:
-    """Which hooks of modules and callbacks are the user's own: whose, and which."""
+def users_hooks(owners: Iterable[Any], hooks: Collection[str] = HOOKS) -> Iterator[Hook]:
+    """Which hooks of modules and callbacks are the user's own."""
     return ((owner, hook) for owner in owners for hook in hooks if is_users(owner, hook))
 
 

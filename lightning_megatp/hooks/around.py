@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,19 @@ from lightning_megatp.plan.shard import ShardedTensorSpec
 from lightning_megatp.shim.fakes import DataDependentOutputException, fake_beside, is_fake, making_fakes
 from lightning_megatp.shim.lightning import finetuning_callbacks
 from lightning_megatp.shim.torch import FOREACH_IN_PLACE, DisableTorchFunction, storage_id, tree_map
+from lightning_megatp.steps import EVALUATION
 from lightning_megatp.tensor.functions import is_in_place, one_by_one, operation_name, operation_names
 from lightning_megatp.tensor.user_functions import functions_take_whole
-from lightning_megatp.user_hooks import STEP_IN_HOOK, mentions, users_hooks
+from lightning_megatp.user_hooks import STEP_IN_HOOK, Hook, mentions, users_hooks
 
 _HOOKS = (
     *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
     *("on_train_batch_end", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_end", "optimizer_step"),
+    *(kind.method for kind in EVALUATION),
 )
-"""Hooks in which users read or change weights. (Those around a backward are watched by `WholeNorms`.)"""
+"""Hooks in which users read or change weights, and steps that are run as such. (Those around a backward are watched by
+`WholeNorms`.)"""
 _AMONG_RANKS = frozenset(
     [
         *("world_size", "num_devices", "get_world_size", "all_gather_object", "all_gather_into_tensor", "all_reduce"),
@@ -59,32 +62,37 @@ def with_whole_groups(trainer: Any, whole: Callable[[], contextlib.AbstractConte
             yield Detour(callback, hook, functools.partial(_within, whole))
 
 
-def finding_divided(trainer: Any, divided: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+def finding_divided(
+    hooks: Iterable[Hook], divided: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[Detour]:
     """Let hooks between a step's forward and its backward, where some parameters are gathered and others are not, find
     all of them divided, as every other hook does.
 
     Args:
-        trainer: about to fit.
+        hooks: the user's.
         divided: a context in which all are.
     """
-    return _around_hooks(trainer, lambda hook: divided(), lambda owner, hook: hook == "on_before_zero_grad")
+    return _around_hooks(hooks, lambda hook: divided(), lambda owner, hook: hook == "on_before_zero_grad")
 
 
-def finding_states(trainer: Any, found: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+def finding_states(
+    hooks: Iterable[Hook], found: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[Detour]:
     """Let hooks that ask for a `state` find those of optimizers by the parameters of the module.
 
     Args:
-        trainer: about to fit.
+        hooks: the user's.
         found: a context in which they are.
     """
-    return _around_hooks(trainer, lambda hook: found(), lambda owner, hook: mentions(owner, {"state"}, hook))
+    return _around_hooks(hooks, lambda hook: found(), lambda owner, hook: mentions(owner, {"state"}, hook))
 
 
-def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
+def keeping_data(trainer: Any, hooks: Iterable[Hook], parameters: Sequence[DividedParameter]) -> Iterator[Detour]:
     """Let hooks set the `.data` of divided parameters, and explain what fails where they compute with these.
 
     Args:
-        trainer: about to fit.
+        trainer: about to run.
+        hooks: the user's.
         parameters: those.
     """
 
@@ -103,7 +111,7 @@ def keeping_data(trainer: Any, parameters: Sequence[DividedParameter]) -> Iterat
                 " Take one of these, `.full_tensor()` of a parameter, on all ranks, or zero=0."
             ) from error
 
-    return _around_hooks(trainer, watched)
+    return _around_hooks(hooks, watched)
 
 
 def logging_whole(trainer: Any, meet: Callable[[str], None]) -> Iterator[Detour]:
@@ -127,27 +135,29 @@ def logging_whole(trainer: Any, meet: Callable[[str], None]) -> Iterator[Detour]
     yield Detour(trainer.lightning_module, "log", log)
 
 
-def with_whole_functions(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+def with_whole_functions(hooks: Iterable[Hook], parallel: ParallelModule) -> Iterator[Detour]:
     """Let autograd functions and scripted ones, in forwards that hooks run (samples after an epoch), take whole tensors
     as they do in steps.
 
     Args:
-        trainer: about to run.
+        hooks: the user's.
         parallel: the split module.
     """
-    return _around_hooks(trainer, lambda hook: functions_take_whole(parallel.context))
+    return _around_hooks(hooks, lambda hook: functions_take_whole(parallel.context))
 
 
-def among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[Detour]:
+def among_copies(
+    hooks: Iterable[Hook], counted: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[Detour]:
     """Let hooks that have to do with the number of ranks, or send something by torch.distributed, find copies of the
     model in the place of processes: they deal with samples, of which all ranks of a copy see the same. Others write
     files, which one process does.
 
     Args:
-        trainer: about to run.
+        hooks: the user's.
         counted: a context in which copies are counted, and talk.
     """
-    return _around_hooks(trainer, lambda hook: counted(), lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
+    return _around_hooks(hooks, lambda hook: counted(), lambda owner, hook: mentions(owner, _AMONG_RANKS, hook))
 
 
 def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -174,22 +184,24 @@ def set_up_among_copies(trainer: Any, counted: Callable[[], contextlib.AbstractC
             once(owner, hook)
 
 
-def with_whole_values(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+def with_whole_values(trainer: Any, hooks: Iterable[Hook], parallel: ParallelModule) -> Iterator[Detour]:
     """Let what hooks put into weights and gradients, random numbers and whole tensors, be this rank's part of it.
 
     Args:
-        trainer: about to fit.
+        trainer: about to run.
+        hooks: the user's.
         parallel: the split, divided module.
     """
-    return _around_hooks(trainer, lambda hook: WholeValues(parallel.parts).around(*_step_in(hook, trainer)))
+    return _around_hooks(hooks, lambda hook: WholeValues(parallel.parts).around(*_step_in(hook, trainer)))
 
 
-def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]:
+def watching_weights(trainer: Any, hooks: Iterable[Hook], parallel: ParallelModule) -> Iterator[Detour]:
     """Say what the user's hooks make of weights of which a tensor rank holds a part, in their first calls; put numbers
     into the rows that are meant, in all.
 
     Args:
-        trainer: about to fit.
+        trainer: about to run.
+        hooks: the user's.
         parallel: the split module.
     """
     said: set[str] = set()
@@ -234,8 +246,9 @@ def watching_weights(trainer: Any, parallel: ParallelModule) -> Iterator[Detour]
         with watching.around((trainer, "save_checkpoint"), *_step_in(hook, trainer)):
             return call()
 
-    for owner, hook in users_hooks((parallel.module, *trainer.callbacks), _HOOKS):
-        yield Detour(owner, hook, functools.partial(run, hook, iter(range(_CALLS))))
+    for owner, hook in hooks:
+        if hook in _HOOKS:
+            yield Detour(owner, hook, functools.partial(run, hook, iter(range(_CALLS))))
 
 
 def _split(trainer: Any, parallel: ParallelModule) -> Iterator[tuple[str, Tensor, ShardedTensorSpec]]:
@@ -252,15 +265,15 @@ def _split(trainer: Any, parallel: ParallelModule) -> Iterator[tuple[str, Tensor
                     yield f"{key} of {name}", x, spec
 
 
-def explaining_stages(trainer: Any) -> Iterator[Detour]:
+def explaining_stages(hooks: Iterable[Hook]) -> Iterator[Detour]:
     """Explain what fails in hooks since it is on other stages: values and gradients of parameters. Where some
     `next(part.parameters())` finds nothing, Lightning would take StopIteration for the end of the data, and that rank
     would leave the others waiting.
 
     Args:
-        trainer: about to run a module that is cut into stages.
+        hooks: the user's, where a module is cut into stages.
     """
-    return _around_hooks(trainer, explained)
+    return _around_hooks(hooks, explained)
 
 
 @contextlib.contextmanager
@@ -296,22 +309,22 @@ def explained(hook: str) -> Iterator[None]:
         ) from error
 
 
-def leaving_out_others(trainer: Any) -> Iterator[Detour]:
+def leaving_out_others(trainer: Any, hooks: Sequence[Hook]) -> Iterator[Detour]:
     """Let hooks that change parameters, also in lists that they keep (`torch._foreach_mul_(self.averages, 0.9)`), do so
     to this stage's, and nothing to what stands for those of other stages. Say of numbers that hooks between steps take
     of parameters, as they go over all, that these are of one stage. (`WholeNorms` sees to those around a backward.)
 
     Args:
-        trainer: about to fit a module that is cut into stages.
+        trainer: about to run a module that is cut into stages.
+        hooks: the user's.
     """
-    owners = (trainer.lightning_module, *trainer.callbacks)
-    listing = {hook for owner, hook in users_hooks(owners, _HOOKS) if mentions(owner, _LISTS, hook)}
+    listing = {hook for owner, hook in hooks if hook in _HOOKS and mentions(owner, _LISTS, hook)}
     numbers = _Numbers(trainer.lightning_module)
 
     def without_others(hook: str) -> contextlib.AbstractContextManager[Any]:
         return _WithoutOthers(hook, numbers if hook in listing else None)
 
-    return _around_hooks(trainer, without_others, lambda owner, hook: hook != "optimizer_step")
+    return _around_hooks(hooks, without_others, lambda owner, hook: hook != "optimizer_step")
 
 
 _LISTS = frozenset(["parameters", "named_parameters"])
@@ -396,17 +409,18 @@ class _WithoutOthers(TorchFunctionMode):
 
 
 def _around_hooks(
-    trainer: Any,
+    hooks: Iterable[Hook],
     context: Callable[[str], contextlib.AbstractContextManager[Any]],
     where: Callable[[Any, str], bool] = lambda owner, hook: True,
 ) -> Iterator[Detour]:
-    """Run the hooks that users have written, of the module and of callbacks, in contexts.
+    """Run hooks in contexts.
 
     Args:
+        hooks: the user's.
         context: makes one for a hook, by its name.
-        where: which hooks, by owner and name.
+        where: which of them, by owner and name.
     """
-    for owner, hook in users_hooks((trainer.lightning_module, *trainer.callbacks)):
+    for owner, hook in hooks:
         if where(owner, hook):
             yield Detour(owner, hook, functools.partial(_within, functools.partial(context, hook)))
 

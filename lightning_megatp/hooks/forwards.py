@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lightning_megatp.calls import calls_surrounded
 from lightning_megatp.detour import Detour
 from lightning_megatp.module import ParallelModule
-from lightning_megatp.user_hooks import users_hooks
+from lightning_megatp.user_hooks import Hook
 from lightning_megatp.zero.sharding import ZeroSharding
 
 _AROUND_A_STEP = ("backward", "optimizer_step", "zero_grad", "gradient_clipping", "scheduler_step")
@@ -29,13 +29,9 @@ class Forwards:
     def __init__(self, running: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
         self._running = running
 
-    def around_hooks(self, trainer: Any) -> Iterator[Detour]:
-        """Detours around the hooks of the module and callbacks, but for those within a step.
-
-        Args:
-            trainer: about to run.
-        """
-        for owner, hook in users_hooks((trainer.lightning_module, *trainer.callbacks)):
+    def around(self, hooks: Iterable[Hook]) -> Iterator[Detour]:
+        """Detours around the user's hooks, but for those within a step."""
+        for owner, hook in hooks:
             if not hook.endswith(_AROUND_A_STEP):
                 yield Detour(owner, hook, functools.partial(self._run, hook))
 

@@ -27,7 +27,7 @@ from lightning_megatp.pipeline.carried import Twice, counters, lists_on, warn_of
 from lightning_megatp.pipeline.hooks import Hook, hooks_after_steps
 from lightning_megatp.pipeline.remote.calls import RemoteCalls, Run, Serving
 from lightning_megatp.pipeline.remote.in_hooks import FromLast
-from lightning_megatp.pipeline.seeds import shared_seed
+from lightning_megatp.pipeline.seeds import mixed, shared_seed
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.slicing.state.lasting import UNNAMED
@@ -253,7 +253,7 @@ class LastStage:
         return call()
 
     def _run_apart(self, hook: Hook, call: Callable[[], Any]) -> Any:
-        return self._run_alone(hook, call) if self.mesh.is_last_stage else self._serve_hook()
+        return self._run_alone(hook, call) if self.mesh.is_last_stage else self._serve_hook(hook)
 
     def _run_together(self, hook: Hook, call: Callable[[], Any]) -> Any:
         """Run a hook that may read what was left: on all stages if it may move weights, and if what was left can be
@@ -285,12 +285,18 @@ class LastStage:
         self._telling.send_values(values or b"")
         return b"", values is None
 
-    def _serve_hook(self) -> None:
+    def _drawing(self, hook: Hook) -> contextlib.AbstractContextManager[None]:
+        """Around a hook that the last stage runs alone: each stage draws other numbers, and afterwards the generators
+        are where they were, alike on all of them."""
+        seed = mixed(shared_seed(self._trainer, hook.name), self.mesh.rank("pp"))
+        return seeded(seed, generators_on(self.mesh.device))
+
+    def _serve_hook(self, hook: Hook) -> None:
         """While the last stage runs a hook: run the units that it calls, and learn what it did."""
         if self.parallel.context.meeting is not None:
             self.parallel.context.meeting.answer()
         remote = self._remote()
-        with self.slicer.calls_decided_by(Serving(self._run_unit)):
+        with self._drawing(hook), self.slicer.calls_decided_by(Serving(self._run_unit)):
             remote.answer()
         left, size, stop, *self.metrics.resets = self._telling.share([], [0.0, 0.0, 0.0, *self.metrics.resets])
         self.stateful = bool(left)
@@ -303,7 +309,7 @@ class LastStage:
         Raises:
             RuntimeError: it changed parameters.
         """
-        remote, drawing = self._remote(), seeded(shared_seed(self._trainer, hook.name), generators_on(self.mesh.device))
+        remote, drawing = self._remote(), self._drawing(hook)
         before, norms, plain = self._left.attributes(), self._norms(), PlainValues(self._told)
         held, options = HeldTensors(self.outside), options_of(self._trainer.optimizers)
         calling = self.slicer.calls_decided_by(FromLast(remote, hook.name, self._run_unit, self.parallel.context.meet))

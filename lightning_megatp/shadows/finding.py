@@ -8,6 +8,7 @@ modules have these shapes, the one with these values is meant.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,11 @@ class Weights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._by_first = _by_first(_lists(module))
+        self._module = module
+
+    @functools.cached_property
+    def _by_first(self) -> dict[Any, list[tuple[Shapes, Named]]]:
+        return _by_first(_lists(self._module))
 
     def without_values(self) -> Weights:
         """The names and shapes of these tensors, for after the module was divided."""
@@ -98,7 +103,7 @@ class Weights:
             return same[id(x)]
 
         made = copy.copy(self)
-        made._by_first = {
+        made.__dict__["_by_first"] = {
             first: [(shapes, [(name, bare(x)) for name, x in named]) for shapes, named in lists]
             for first, lists in self._by_first.items()
         }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatp.module import ParallelModule
@@ -33,6 +34,8 @@ class Shadow:
         self._aside: Any = None
         """The whole one, while parts stand in its place."""
         self._state_before: Any = None
+        self._lists = {} if is_part or parallel.pipeline is None else self._lists_beside()
+        self._lists_shown: dict[Any, list[Any]] = {}
         self._shapes = {} if is_part else {key: x.shape for key, x in self._entries(part=False).items()}
 
     @property
@@ -59,6 +62,10 @@ class Shadow:
         Raises:
             RuntimeError: which tensor belongs to which weight can't be told any more.
         """
+        held = self._held() if self._lists else {}
+        for key, whole in self._lists.items():
+            shown = [x for x, place in zip(whole, self.names, strict=True) if place in held]
+            self._found.holder[key] = self._lists_shown[key] = shown
         if self._is_part and self._fits(part=True):
             return
         if self._fits(part=False):
@@ -74,6 +81,9 @@ class Shadow:
 
     def show_whole(self) -> None:
         """The end of that. What was changed stays: from then on there are only parts."""
+        for key, shown in self._lists_shown.items():
+            if self._found.holder.get(key) is shown:
+                self._found.holder[key] = self._lists[key]
         if self._aside is not None and not self._is_changed():
             self._set(self._aside, is_part=False)
         self._aside = None
@@ -113,6 +123,19 @@ class Shadow:
     def tensors(self) -> Iterable[Tensor]:
         """What is there."""
         return self._entries(self._is_part).values()
+
+    def _lists_beside(self) -> dict[Any, list[Any]]:
+        """By their keys, lists of the weights that it follows, or of weak references to them, in the same object:
+        torch_ema goes over both."""
+        holder = self._found.holder
+        items = holder.items() if isinstance(holder, dict) else ()
+        return {
+            key: x
+            for key, x in items
+            if isinstance(x, list)
+            and len(x) == len(self.names)
+            and all(isinstance(_referred(y), nn.Parameter) for y in x)
+        }
 
     def _state(self) -> Any:
         """What tells whether an entry was changed or exchanged, but for changes of its `.data`."""
@@ -183,3 +206,7 @@ class Shadow:
             torch.equal(own_part(self._parallel.part_like(name, whole[key])), own_part(parts[key]))
             for key, name in cut.items()
         )
+
+
+def _referred(x: Any) -> Any:
+    return x() if isinstance(x, weakref.ref) else x

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from lightning_megatp.shadows.entries import Entry, merge_stages
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.late import LateCopies
 from lightning_megatp.shadows.shadow import Shadow
-from lightning_megatp.user_hooks import STEP_IN_HOOK, users_hooks
+from lightning_megatp.user_hooks import STEP_IN_HOOK, Hook
 
 Gathered = dict[str, list[Entry]]
 """By path."""
@@ -61,14 +61,18 @@ class Shadows:
         """Where they are: id of the dict or list that holds one, and its key there."""
         return frozenset(kept.slot for kept in self._kept)
 
+    @property
+    def paths(self) -> list[str]:
+        """By which people know them: `ema.shadow_params`."""
+        return [kept.path for kept in self._kept]
+
     def renew(self, found: Found) -> None:
         """Keep what was made anew, whole, in the place of what was there."""
         self._kept = [kept for kept in self._kept if kept.slot != (id(found.holder), found.key)]
         self.add([found])
 
-    def around_hooks(self, trainer: Any) -> Iterator[Detour]:
-        """Let hooks of the module and of callbacks find parts."""
-
+    def around(self, trainer: Any, hooks: Iterable[Hook]) -> Iterator[Detour]:
+        """Let the user's hooks, of the module and of callbacks, find parts."""
         module = self._parallel.module
 
         def run(owner: Any, hook: str, call: Callable[[], Any]) -> Any:
@@ -80,7 +84,7 @@ class Shadows:
                 self._late.after(hook)
             return result
 
-        for owner, hook in users_hooks((module, *trainer.callbacks) if self._kept or self._late.names else ()):
+        for owner, hook in hooks if self._kept or self._late.names else ():
             yield Detour(owner, hook, functools.partial(run, owner, hook))
 
     @contextlib.contextmanager

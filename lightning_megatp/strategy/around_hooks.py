@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_megatp.detour import Detour
@@ -31,6 +32,7 @@ from lightning_megatp.optimizers.states import states_by_parameter
 from lightning_megatp.shim.lightning import default_store
 from lightning_megatp.strategy.callbacks import warn_of_writers, without_examples, without_predictions
 from lightning_megatp.strategy.gradients import GradientMethods
+from lightning_megatp.user_hooks import Hook, users_hooks
 
 
 class HookMethods(GradientMethods):
@@ -42,41 +44,55 @@ class HookMethods(GradientMethods):
         """In runs of every kind."""
         if not self._undivided:
             self._detours += without_examples(trainer, whole_forward=self.pipeline is None and self.sharding is None)
-        if self._default_group is not None:
-            self._detours += among_copies(trainer, self.among_copies)
         if mesh.size("tp") > 1:
-            self._detours += with_whole_functions(trainer, parallel)
             warn_of_writers(trainer, mesh.size("tp"))
         if mesh.size("tp") > 1 or self.sharding is not None or self.pipeline is not None:
             meetings = Meetings(parallel.context, mesh, default_store(), divided=self.sharding is not None)
             self._detours += meetings.around_hooks(trainer)
-        if self.pipeline is not None:
-            self._detours += Forwards(self.pipeline.running_units).around_hooks(trainer)
-            self._detours += explaining_stages(trainer)
-        elif self.sharding is not None:
-            self._detours += Forwards(GatheredCalls(parallel, self.sharding).running).around_hooks(trainer)
+        self._detours += self._in_contexts(parallel, _hooks_of(trainer))
         if self.pipeline is not None and not self.pipeline.is_last:
             self._detours += without_predictions(trainer)
+
+    def _in_contexts(self, parallel: ParallelModule, hooks: Sequence[Hook]) -> Iterator[Detour]:
+        """What lets hooks talk among copies of the model, and run forwards."""
+        if self._default_group is not None:
+            yield from among_copies(hooks, self.among_copies)
+        if self._mesh().size("tp") > 1:
+            yield from with_whole_functions(hooks, parallel)
+        if self.pipeline is not None:
+            yield from Forwards(self.pipeline.running_units).around(hooks)
+            yield from explaining_stages(hooks)
+        elif self.sharding is not None:
+            yield from Forwards(GatheredCalls(parallel, self.sharding).running).around(hooks)
+
+    def _with_weights(self, trainer: Any, parallel: ParallelModule, hooks: Sequence[Hook]) -> Iterator[Detour]:
+        """What lets hooks read and change weights, of which this rank holds a part."""
+        if self._mesh().size("tp") > 1 or self.sharding is not None:
+            yield from with_whole_values(trainer, hooks, parallel)  # inside of the next ones
+        if self._mesh().size("tp") > 1:
+            yield from watching_weights(trainer, hooks, parallel)
+        if self.pipeline is not None:
+            yield from leaving_out_others(trainer, hooks)
+        if self.sharding is not None:
+            yield from keeping_data(trainer, hooks, self.sharding.parameters)
 
     def _states_by_parameter(self, parallel: ParallelModule) -> contextlib.AbstractContextManager[None]:
         return states_by_parameter(list(with_inner(self.optimizers)), parallel.held)
 
     def _stand_in_for_fit_hooks(self, trainer: Any, parallel: ParallelModule, mesh: ParallelMesh) -> None:
         """Around those that meet weights, gradients and optimizers."""
+        hooks = _hooks_of(trainer)
         self._detours += with_whole_groups(trainer, self._as_on_one_device)
         if self.world_size > 1:
             self._detours += stopping_together(trainer, mesh.hosts(*AXES))
-        if mesh.size("tp") > 1 or self.sharding is not None:
-            self._detours += with_whole_values(trainer, parallel)  # inside of the next ones
-        if mesh.size("tp") > 1:
-            self._detours += watching_weights(trainer, parallel)
+        self._detours += self._with_weights(trainer, parallel, hooks)
         if not self._undivided:
             self._detours += clipping_around_steps(trainer, parallel, mesh)
-        if self.pipeline is not None:
-            self._detours += leaving_out_others(trainer)
         if self.sharding is not None:
-            self._detours += keeping_data(trainer, self.sharding.parameters)
             self._detours += logging_whole(trainer, parallel.context.meet)
-            self._detours += finding_divided(trainer, self.sharding.as_divided)
-            states = functools.partial(self._states_by_parameter, parallel)
-            self._detours += finding_states(trainer, states)
+            self._detours += finding_divided(hooks, self.sharding.as_divided)
+            self._detours += finding_states(hooks, functools.partial(self._states_by_parameter, parallel))
+
+
+def _hooks_of(trainer: Any) -> list[Hook]:
+    return list(users_hooks((trainer.lightning_module, *trainer.callbacks)))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+from torch import nn
 
 from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import AXES
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadows import Shadows, agree, owners_of, synchronize, warn_unclear
+from lightning_megatp.snapshots.leftovers import is_own_object
+from lightning_megatp.steps import StepKind
 from lightning_megatp.strategy.state import StrategyState
+from lightning_megatp.user_hooks import codes_of, users_hooks, words_of
 
 
 class ShadowMethods(StrategyState):
@@ -50,4 +56,30 @@ class ShadowMethods(StrategyState):
         if parallel.shadows is None:
             parallel.shadows = Shadows(whole, parallel, self._mesh())
         parallel.shadows.add(found)
-        self._detours += parallel.shadows.around_hooks(trainer)
+        hooks = users_hooks((trainer.lightning_module, *trainer.callbacks))
+        self._detours += parallel.shadows.around(trainer, hooks)
+
+    def _averages_in(self, kind: StepKind) -> list[str]:
+        """Attributes of the module that hold a tensor for each weight, and of which its steps of a kind know while its
+        training steps don't: averages, which these steps put in the weights' place.
+
+        Args:
+            kind: one of evaluation.
+
+        Communication: an object all-gather over the world, if there are attributes that might.
+        """
+        module = self._module()
+        words, trained = (
+            set[str]().union(*map(words_of, codes_of(module, method)))
+            for method in (kind.method, StepKind.TRAIN.method)
+        )
+        held = {**vars(module), **module._modules}
+        named = {name: held[name] for name in sorted((words - trained) & held.keys())}
+        named = {name: x for name, x in named.items() if isinstance(x, (list, dict, nn.Module)) or is_own_object(x)}
+        if not named:
+            return []
+        late, _ = find_shadows({"": SimpleNamespace(**named)}, Weights(module))
+        shadows = self._parallel().shadows
+        paths = [x.path for x in late] + ([] if shadows is None else shadows.paths)
+        own = sorted(named.keys() & {path.partition(".")[0] for path in paths})
+        return sorted(set[str]().union(*self._mesh().exchange(own, *AXES)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_megatp.batches.lengths import refuse_lengths, warn_of_lengths
 from lightning_megatp.batches.same import SameBatch
 from lightning_megatp.gradients.in_steps import StepGradients
 from lightning_megatp.gradients.wide import widen
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.optimizers.nested import with_inner
 from lightning_megatp.parts.rows import finds_rows, used_outside_forward
 from lightning_megatp.planner.measure import MemoryAccount
@@ -20,11 +21,12 @@ from lightning_megatp.recompute.offload import OffloadActivations
 from lightning_megatp.shim.lightning import saves_averages_as_model
 from lightning_megatp.shim.torch import inference_as_no_grad
 from lightning_megatp.steps import StepKind
+from lightning_megatp.strategy.around_hooks import HookMethods
 from lightning_megatp.strategy.buffers import SentBuffers
-from lightning_megatp.strategy.gradients import GradientMethods
+from lightning_megatp.strategy.shadows import ShadowMethods
 
 
-class StepMethods(GradientMethods):
+class StepMethods(HookMethods, ShadowMethods):
     """What Lightning calls for a batch. With a pipeline, its whole schedule runs within `training_step`."""
 
     _same_batch: SameBatch | None
@@ -39,6 +41,8 @@ class StepMethods(GradientMethods):
         """Steps of training that were made, in this run."""
         self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
         """By kind and epoch."""
+        self._as_hooks: set[StepKind] = set()
+        """Kinds of evaluation whose steps put averages in the weights' place."""
         self._exchanges_averages = False
         """Whether a callback exchanges the module's values for averages before the next step."""
 
@@ -64,9 +68,30 @@ class StepMethods(GradientMethods):
 
     def _before_evaluation(self, kind: StepKind) -> None:
         self._refuse_lengths(kind)
+        if not self._undivided and kind not in self._as_hooks and (names := self._averages_in(kind)):
+            self._run_as_hooks(kind, names)
         if self._sent_buffers is not None:
             self._sent_buffers.before_evaluation()
             self._exchanges_averages = any(map(saves_averages_as_model, self._trainer().callbacks))
+
+    def _run_as_hooks(self, kind: StepKind, averages: Sequence[str]) -> None:
+        """From now on run steps of a kind as hooks are: on all ranks, each with its part of the weights.
+
+        Args:
+            averages: attributes that they put in the weights' place.
+        """
+        self._as_hooks.add(kind)
+        trainer, parallel, hooks = self._trainer(), self._parallel(), [(self._module(), kind.method)]
+        if parallel.shadows is not None:
+            self._detours += parallel.shadows.around(trainer, hooks)
+        self._detours += self._in_contexts(parallel, hooks)
+        self._detours += self._with_weights(trainer, parallel, hooks)
+        if self.pipeline is not None:
+            warn_once_per_run(
+                f"`{kind.method}` has to do with averages of the weights (`{averages[0]}`), so it is run as hooks are:"
+                " pipeline stages work in turn, not at the same time. For a long validation let"
+                f" `{kind.hook('epoch_start')}` and `{kind.hook('epoch_end')}` put averages in the weights' place."
+            )
 
     def _refuse_lengths(self, kind: StepKind) -> None:
         if self.sharding is None:
@@ -135,6 +160,9 @@ class StepMethods(GradientMethods):
     def _evaluate(self, kind: StepKind, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._alone:
             return step(*args, **kwargs)
+        if kind in self._as_hooks:
+            with inference_as_no_grad():
+                return self._parallel().outputs(step(*args, **kwargs))
         exchanged, self._exchanges_averages = self._exchanges_averages, False
         if exchanged and self._sent_buffers is not None:
             self._sent_buffers.before_averaged_step()

@@ -45,7 +45,6 @@ from lightning_megatp.strategy.arguments import (
     warn_of_unused,
     with_known_names,
 )
-from lightning_megatp.strategy.around_hooks import HookMethods
 from lightning_megatp.strategy.batch_norm import BatchNormGroups
 from lightning_megatp.strategy.buffers import SentBuffers
 from lightning_megatp.strategy.building import BuildingMethods, check_has_shapes, warn_of_shared_memory
@@ -59,7 +58,6 @@ from lightning_megatp.strategy.dividing import divide
 from lightning_megatp.strategy.exports import refuse_exports
 from lightning_megatp.strategy.randomness import share_drawn, synchronize_random_state
 from lightning_megatp.strategy.report import print_layout
-from lightning_megatp.strategy.shadows import ShadowMethods
 from lightning_megatp.strategy.stepping import StepMethods
 from lightning_megatp.strategy.verify import FirstBatch
 from lightning_megatp.strategy.world import WorldMethods
@@ -67,7 +65,7 @@ from lightning_megatp.zero.options import ZeroOptions
 from lightning_megatp.zero.sharding import ZeroSharding
 
 
-class MegaTPStrategyBase(StepMethods, HookMethods, BuildingMethods, WorldMethods, ShadowMethods, CheckpointMethods):
+class MegaTPStrategyBase(StepMethods, BuildingMethods, WorldMethods, CheckpointMethods):
     """Megatron's tensor, sequence, pipeline and data parallelism for an unmodified LightningModule.
 
     Layers that the module creates in `configure_model` are never whole on any rank; see the documentation on large

@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.remote.calls import Caller, RemoteCalls, Run
 from lightning_megatp.pipeline.remote.messages import Contents
+from lightning_megatp.random_states import is_random_state, random_state, set_random_state
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tensor_version, tree_leaves, tree_map
 from lightning_megatp.shim.transformers import asked_for, collected_for, collecting
@@ -83,7 +84,8 @@ class _InHook:
 
 
 class Together(_InHook):
-    """In a hook that all stages run.
+    """In a hook that all stages run, or a step that is run as such. Random numbers that a unit draws, the default
+    generators of the other stages have drawn afterwards, too: what comes next draws the same on all of them.
 
     Communication per call: an object all-gather over pp of what the arguments are, and a broadcast of the result, both
     between hosts.
@@ -97,18 +99,23 @@ class Together(_InHook):
         self._agree(unit, [unit, given.kinds, *map(_described, tree_leaves((args, kwargs)))])
         table = self._remote.table(keeps=False)
         if home != self._remote.mesh.global_rank:
-            result, added, objects, changed = table.unpacked(self._remote.broadcast(None, home), given.objects)
+            answer = table.unpacked(self._remote.broadcast(None, home), given.objects)
+            result, added, objects, changed, drawn = answer
             given.adopt(objects)
+            if drawn is not None:
+                set_random_state(drawn)
             for place, value in changed:
                 tensors[place].copy_(value)
         else:
             versions, around = [*map(tensor_version, tensors)], self._remote.around(unit)
+            state = random_state()
             with collected_for(*asked_for(around), around) as added:
                 result = tree_map(gathered, self._run(functools.partial(function, *args, **kwargs)))
             added = tree_map(gathered, added)
             now = enumerate(zip(tensors, versions, strict=True))
             changed = [(place, x.detach().clone()) for place, (x, before) in now if tensor_version(x) != before]
-            answer = result, added, given.changes(), changed
+            drawn = None if is_random_state(state) else random_state()
+            answer = result, added, given.changes(), changed, drawn
             self._remote.broadcast(table.packed(answer, given.objects), home)
         for name, entries in added.items():
             collecting()[name].extend(entries)
