@@ -136,3 +136,9 @@ def stored_in(code: CodeType) -> set[str]:
     """The names of the attributes, of whatever object, that a function's code sets, and functions inside of it."""
     stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
     return stored.union(*(stored_in(c) for c in code.co_consts if isinstance(c, CodeType)))
+
+
+def loaded_in(code: CodeType) -> set[str]:
+    """The names of the attributes, of whatever object, that a function's code reads, and functions inside of it."""
+    loaded = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    return loaded.union(*(loaded_in(c) for c in code.co_consts if isinstance(c, CodeType)))

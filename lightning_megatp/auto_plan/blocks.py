@@ -7,10 +7,11 @@ import copy
 import functools
 import itertools
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -211,14 +212,25 @@ def tensors_anywhere_in(tree: Any, given: Any = None) -> list[Tensor]:
 
 def uncopied(module: nn.Module) -> dict[int, Any]:
     """id -> something instead, for what hangs on modules and can't be copied: a leaf for tensors with a graph (a weight
-    that `torch.nn.utils.weight_norm` computes, what a step left), nothing for the hooks of Lightning's PyTorchProfiler.
-    """
+    that `torch.nn.utils.weight_norm` computes, what a step left), nothing for the hooks of Lightning's PyTorchProfiler,
+    locks themselves, and functions with arguments, as LightningCLI makes them of an `OptimizerCallable`."""
     attributes = [value for child in module.modules() for key, value in vars(child).items() if key not in _HELD]
     tensors = {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
     profiling = [
         x for child in module.modules() for x in _hooks_on(child) if ".profilers." in module_of(without_arguments(x))
     ]
-    return {**tensors, **{id(x): _nothing for x in profiling}}
+    shared = {id(x): x for x in tree_leaves(attributes) if isinstance(x, _LOCKS) or _is_bare_partial(x)}
+    return {**tensors, **shared, **{id(x): _nothing for x in profiling}}
+
+
+def _is_bare_partial(x: Any) -> bool:
+    """Whether it has nothing of a module: a method of one, or a tensor."""
+    if not isinstance(x, functools.partial) or not isinstance(x.func, (FunctionType, BuiltinFunctionType, type)):
+        return False
+    return not any(isinstance(y, (Tensor, nn.Module, MethodType)) for y in tree_leaves((x.args, x.keywords)))
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ some, or looks for the module's parameters in them, finds those of all stages, a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.containers import parameters_of
+from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.parts.mode import PartsMode
 from lightning_megatp.parts.rows import own_part
@@ -72,6 +74,23 @@ class Groups:
             for holder in (vars(optimizer), *optimizer.param_groups):
                 for key in holder.keys() - _HELD:
                     holder[key] = _own(holder[key])
+
+    def order_alike(self, mesh: ParallelMesh) -> None:
+        """Within `whole`: bring the parameters of groups into the module's order, where ranks have them in different
+        ones. A `set` of parameters has another order in each process, and states are numbered by it.
+
+        Communication: an object all-gather over the world, of a digest.
+        """
+        place = {id(p): i for i, p in enumerate(self.parallel.module.parameters())}
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
+        orders = [[place.get(id(p), -1) for p in group["params"]] for group in groups]
+        digest = hashlib.blake2b(repr(orders).encode()).digest()
+        if len(set(mesh.exchange(digest, *AXES))) == 1:
+            return
+        for group, order in zip(groups, orders, strict=True):
+            sorted_ones = sorted(range(len(order)), key=order.__getitem__)
+            for key in group.keys() & {"params", "param_names"}:
+                group[key] = [group[key][i] for i in sorted_ones]
 
     def _shapes(self) -> dict[int, Sequence[int]]:
         """id(parameter) -> the whole one's shape, where tensor ranks hold parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -309,7 +310,7 @@ def explained(hook: str) -> Iterator[None]:
         ) from error
 
 
-def leaving_out_others(trainer: Any, hooks: Sequence[Hook]) -> Iterator[Detour]:
+def leaving_out_others(trainer: Any, hooks: Sequence[Hook], take_back: Callable[[], None]) -> Iterator[Detour]:
     """Let hooks that change parameters, also in lists that they keep (`torch._foreach_mul_(self.averages, 0.9)`), do so
     to this stage's, and nothing to what stands for those of other stages. Say of numbers that hooks between steps take
     of parameters, as they go over all, that these are of one stage. (`WholeNorms` sees to those around a backward.)
@@ -317,12 +318,17 @@ def leaving_out_others(trainer: Any, hooks: Sequence[Hook]) -> Iterator[Detour]:
     Args:
         trainer: about to run a module that is cut into stages.
         hooks: the user's.
+        take_back: called after each.
     """
     listing = {hook for owner, hook in hooks if hook in _HOOKS and mentions(owner, _LISTS, hook)}
     numbers = _Numbers(trainer.lightning_module)
 
-    def without_others(hook: str) -> contextlib.AbstractContextManager[Any]:
-        return _WithoutOthers(hook, numbers if hook in listing else None)
+    @contextlib.contextmanager
+    def without_others(hook: str) -> Iterator[None]:
+        with _WithoutOthers(hook, numbers if hook in listing else None):
+            yield
+        numbers.left()
+        take_back()
 
     return _around_hooks(hooks, without_others, lambda owner, hook: hook != "optimizer_step")
 
@@ -344,6 +350,8 @@ class _Numbers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._told = module, False
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        """By id, what was made of parameters, element by element or not, and is no number yet."""
 
     @functools.cached_property
     def _own(self) -> set[int]:
@@ -352,16 +360,26 @@ class _Numbers:
 
     def look(self, hook: str, name: str, given: Any, result: Any) -> None:
         """At an operation of a hook, and what came out."""
-        results = result if isinstance(result, (list, tuple)) else [result]
-        if self._told or name not in _NUMBERS_OF or not all(isinstance(x, Tensor) and x.dim() == 0 for x in results):
+        if self._told or not any(isinstance(x, Tensor) and x.dim() > 0 and self._is_of_parameters(x) for x in given):
             return
-        if any(isinstance(x, Tensor) and x.dim() > 0 and storage_id(x) in self._own for x in given):
+        results = result if isinstance(result, (list, tuple)) else [result]
+        if not all(isinstance(x, Tensor) and x.dim() == 0 for x in results):
+            self._made.update({id(x): weakref.ref(x) for x in results if isinstance(x, Tensor)})
+        elif name in _NUMBERS_OF:
             self._told = True
             warn_once_per_run(
                 f"`{hook}` takes a number (`{name}`) of parameters as it goes over them. With pp > 1 it finds"
                 " those of its own pipeline stage only, and global rank 0 those of the last. Add the stages' numbers"
                 " up, on all ranks: `torch.distributed.all_reduce(x, group=trainer.strategy.mesh.group('pp'))`."
             )
+
+    def left(self) -> None:
+        """At the end of a hook."""
+        self._made.clear()
+
+    def _is_of_parameters(self, x: Tensor) -> bool:
+        made = self._made.get(id(x))
+        return (made is not None and made() is x) or storage_id(x) in self._own
 
 
 class _WithoutOthers(TorchFunctionMode):

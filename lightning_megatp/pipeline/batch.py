@@ -100,6 +100,7 @@ class BatchRun:
         part: of a step that goes backward by hand, which is run part after part; None for others.
         remote: with it the last stage runs the steps, and calls the other stages' units; there are no plans then, or
             those that the steps may leave.
+        forwarded: called after a stage's forward of a microbatch.
     """
 
     parallel: ParallelModule
@@ -127,6 +128,7 @@ class BatchRun:
     blocks: BlockCheck | None = None
     part: PartRun | None = None
     remote: RemoteCalls | None = None
+    forwarded: Callable[[], None] = lambda: None
     beyond: BeyondPlan | None = None
     """What kept the last stage from the end of a step of evaluation."""
     _plain_values: dict[int, dict[Path, bytes]] = field(default_factory=dict)
@@ -184,6 +186,7 @@ class BatchRun:
             if stage != max(self.stages) or (last and not ends) or not self.is_last_part:
                 stack.enter_context(self._plain_values_of(stage))
             done = self._done(functools.partial(self._run, stage, microbatch, received, seed, counting))
+            self.forwarded()
             if ends and self.numbers is not None:
                 self.numbers.note()
         if done is None:

@@ -182,7 +182,8 @@ class LastStage:
             held_now = HeldTensors(self.outside).changes(held)
             written = {path: x for path, x in held_now.items() if not x.replaced}
             small = {path: x for path, x in written.items() if x.value.nbytes <= _SMALL or run.remote is not None}
-            changes.tensors = small | changes.tensors
+            made = {path: x for path, x in held_now.items() if run.remote and x.value.nbytes <= _OF_TABLES}
+            changes.tensors = made | small | changes.tensors
             self._untold |= written.keys() - small.keys()
         changes.tensors = Buffers(self.outside).replaced(buffers, _SMALL) | changes.tensors
         if options is not None and (set_now := options_of(self._trainer.optimizers)) != options:
@@ -375,3 +376,6 @@ class LastStage:
 
 _SMALL = 2**16
 """Bytes of a tensor that is told after each batch in which a step has changed it."""
+_OF_TABLES = 2**24
+"""Bytes of one that is told where the last stage alone has run a step: a table of positions that it made for later
+steps, of all stages."""

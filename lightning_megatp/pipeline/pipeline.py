@@ -457,6 +457,7 @@ class Pipeline:
             reduces_each=self.reduces_each,
             stage_of_unit=self.stage_of_unit,
             loss_units=self._loss_units,
+            forwarded=self.kept_values.note,
             **options,
         )
 

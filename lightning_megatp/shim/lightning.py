@@ -301,8 +301,8 @@ class _Later(list[Any]):
 @contextmanager
 def idle_optimizers(trainer: Any) -> Iterator[None]:
     """While a step is tried out before a fit has its optimizers: it finds those that `configure_optimizers` makes, if
-    it asks for any, `manual_backward` makes no gradients for them, and to toggle them freezes nothing. `Strategy` keeps
-    wrapped ones for `self.optimizers()` under a private name."""
+    it asks for any, `manual_backward` makes no gradients for them, their steps run the user's closure alone, and to
+    toggle them freezes nothing. `Strategy` keeps wrapped ones for `self.optimizers()` under a private name."""
     strategy, module = trainer.strategy, trainer.lightning_module
     names = ("_optimizers", "_lightning_optimizers", "lr_scheduler_configs")
     before = {name: getattr(strategy, name) for name in names}
@@ -319,7 +319,7 @@ def idle_optimizers(trainer: Any) -> Iterator[None]:
     clip = vars(plugin).get("clip_gradients")
     plugin.clip_gradients = lambda *_, **__: None
     strategy.backward = lambda loss, *_, **__: loss
-    strategy.optimizer_step = lambda optimizer, closure, *_, **__: optimizer.step(closure)
+    strategy.optimizer_step = lambda optimizer, closure, *_, **__: closure()  # there are no gradients
     toggles = {name: vars(module).get(name) for name in ("toggle_optimizer", "untoggle_optimizer")}
     vars(module).update(dict.fromkeys(toggles, lambda *_: None))
     try:

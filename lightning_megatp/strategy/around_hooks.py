@@ -72,7 +72,7 @@ class HookMethods(GradientMethods):
         if self._mesh().size("tp") > 1:
             yield from watching_weights(trainer, hooks, parallel)
         if self.pipeline is not None:
-            yield from leaving_out_others(trainer, hooks)
+            yield from leaving_out_others(trainer, hooks, self.pipeline.slicer.ownership.take_back)
         if self.sharding is not None:
             yield from keeping_data(trainer, hooks, self.sharding.parameters)
 

@@ -83,6 +83,8 @@ class GradientMethods(CopyMethods, InspectionMethods):
         with self._groups.whole(), self.among_copies(), explaining:
             super().setup_optimizers(trainer)
             self._give_new_parameters()
+            if not self._undivided:
+                self._groups.order_alike(self._mesh())
         for optimizer in with_inner(self.optimizers) if self.pp > 1 else ():
             if not inner_optimizers(optimizer):
                 check_by_tensor(optimizer, self.pp)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatp.mesh import ParallelMesh
+from lightning_megatp.messages import warn_once_per_run
 from lightning_megatp.pipeline.carried import Twice, counters, warn_of_counters
-from lightning_megatp.pipeline.slicing.state.kept import stored_by_forward
+from lightning_megatp.pipeline.slicing.state.kept import set_anew_by_forward, stored_by_forward
 from lightning_megatp.shim.fakes import is_fake
 from lightning_megatp.shim.torch import tree_leaves
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
@@ -43,13 +44,20 @@ class KeptValues:
         named = {attribute: self._is_named(attribute) for attribute in frozenset().union(*stored.values())}
         self._named = {name: [x for x in sorted(of) if named[x]] for name, of in stored.items()}
         """Module -> the attributes that its forward sets and hooks name."""
+        anew = {name: set_anew_by_forward(module) for name, module in modules.items() if self._named[name]}
+        self._set_anew = {(name, x) for name, of in anew.items() for x in self._named[name] if x in of}
         self._any_named = any(self._named.values())
         self._own = {name: modules[name] for name in own}
         self._telling: set[str] = set()
         """The modules of all stages that set some."""
         self._batches: Counter[str] = Counter()
-        self._looks = False
+        self._looks = self._notes = False
         self._set: dict[Path, bytes] = {}
+        self._first: dict[Path, Any] = {}
+        """What a named attribute held before the batch, or after its first microbatch."""
+        self._differ: set[Path] = set()
+        """Those that another microbatch of the batch has set to something else."""
+        self._firsts: set[Path] = set()
         self._counters: list[str] = []
         self._counted = Twice()
         self._microbatches = 1
@@ -60,9 +68,12 @@ class KeptValues:
         self._batches[kind] += 1
         n = self._batches[kind]
         self._looks = n & (n - 1) == 0
+        self._notes = self._looks and bool(self._set_anew) and len(microbatches) > 1
+        self._first, self._firsts = self._named_now() if self._notes else {}, set[Path]()
         modules = self._own if self._looks else {name: self._own[name] for name in self._telling & self._own.keys()}
         before = PlainValues(modules, arrays=False) if modules else None
         yield
+        self._notes, self._first = False, {}
         if before is None:
             return
         now = PlainValues(modules, arrays=False)
@@ -71,6 +82,24 @@ class KeptValues:
         self._microbatches = len(microbatches)
         if self._counted.wanted and kind is StepKind.TRAIN and len(microbatches) > 1:
             self._counters = self._counted.of(counters(now, before, microbatches))
+
+    def note(self) -> None:
+        """After a stage's forward of a microbatch: see whether hooks will find what is not the whole batch's."""
+        if not self._notes:
+            return
+        for path, x in self._named_now().items():
+            if x is self._first.get(path):
+                continue
+            if path not in self._firsts:
+                self._firsts.add(path)
+                self._first[path] = x
+            elif not _is_same(x, self._first[path]):
+                self._differ.add(path)
+
+    def _named_now(self) -> dict[Path, Any]:
+        """What attributes hold that the forward sets anew and hooks name."""
+        of = {(name, x): vars(self._own[name]).get(x) for name, x in self._set_anew if name in self._own}
+        return {path: x for path, x in of.items() if _is_told(x) or type(x) in (int, float)}
 
     def _is_of_a_table(self, name: str, attribute: str) -> bool:
         """Whether a value may say what a tensor is of that the same forward keeps (the length of a table of angles),
@@ -86,9 +115,10 @@ class KeptValues:
         """
         if not (self._looks or self._telling or self._any_named):
             return
-        told = self._mesh.exchange((self._set, self._counters, self._tensors()), "pp")
-        self._set, self._counters = {}, []
-        warn_of_counters([name for _, names, _ in told for name in names], self._microbatches)
+        told = self._mesh.exchange((self._set, self._counters, self._differ, self._tensors()), "pp")
+        self._set, self._counters, self._differ = {}, [], set()
+        warn_of_counters([name for _, names, *_ in told for name in names], self._microbatches)
+        _warn_of_last(sorted(set[Path]().union(*(paths for _, _, paths, _ in told))))
         for name, tensors in ((name, x) for *_, each in told for name, x in each.items() if name not in self._own):
             vars(self._modules[name]).update({key: x.to(self._mesh.device) for key, x in tensors.items()})
         changes = {path: value for each, *_ in told for path, value in each.items()}
@@ -105,3 +135,18 @@ class KeptValues:
 
 def _is_told(x: Any) -> TypeGuard[Tensor]:
     return type(x) is Tensor and x.layout is torch.strided and not (x.is_meta or is_fake(x))
+
+
+def _is_same(x: Any, other: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(other, Tensor):
+        return x.shape == other.shape and bool(torch.equal(x, other))
+    return type(x) is type(other) and x == other
+
+
+def _warn_of_last(paths: Sequence[Path]) -> None:
+    for name, attribute in paths[:1]:
+        warn_once_per_run(
+            f"the forward of each microbatch sets `{name}.{attribute}` anew, and a hook has to do with `{attribute}`:"
+            " the hook finds the last microbatch's, where one device has the whole batch's. Let the block add it up and"
+            " the hook clear it, log it in the step, or use microbatches=1."
+        )

@@ -120,7 +120,10 @@ class DryRuns:
             like: the plan of that, in which the tail is a part of the last stage.
         """
         manner = Manner(like.late_hooks, like.attributes, tail=Tail(like.operations, of_stage=like.n_stages - 1))
-        return self._seen(manner, step, batch, seed, is_run=False).plan
+        try:
+            return self._seen(manner, step, batch, seed, is_run=False).plan
+        except ReadsValues:
+            return self._seen(replace(manner, guesses_parts=True), step, batch, seed, is_run=False).plan
 
     def operations(self, step: Step, batch: Any, seed: int) -> Sequence[Operation]:
         """What the step does, behind masks of the last stage's values, too, where it can be followed there: a head may

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_megatp.origins import is_frameworks
 from lightning_megatp.plan.units import parts_of_one_stage
 from lightning_megatp.snapshots.leftovers import is_plain
-from lightning_megatp.user_hooks import function_of, stored_in, words_of
+from lightning_megatp.user_hooks import function_of, loaded_in, stored_in, words_of
 
 _ABSENT = object()
 
@@ -105,14 +105,23 @@ def stored_by_forward(module: nn.Module) -> frozenset[str]:
     """The names of the attributes that a module's forward sets, with the methods of its own that it calls; without
     those that are methods or properties themselves."""
     kind: Any = type(module)
-    return _stored_by(kind)
+    return _by_forward(kind)[0]
+
+
+def set_anew_by_forward(module: nn.Module) -> frozenset[str]:
+    """Those of them that it does not read: what was there goes into nothing."""
+    kind: Any = type(module)
+    stored, loaded = _by_forward(kind)
+    return stored - loaded
 
 
 @functools.cache
-def _stored_by(kind: type) -> frozenset[str]:
+def _by_forward(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """The attributes that a class's forward sets, and those that it reads."""
     if is_frameworks(kind, "torchmetrics"):
-        return frozenset()
+        return frozenset(), frozenset()
     stored: set[str] = set()
+    loaded: set[str] = set()
     seen: set[str] = set()
     waiting = ["forward"]
     while waiting:
@@ -123,6 +132,7 @@ def _stored_by(kind: type) -> frozenset[str]:
         functions = (function_of(vars(base).get(name)) for base in kind.__mro__)  # `super().forward(x)` calls several
         for code in (function.__code__ for function in filter(None, functions)):
             stored |= stored_in(code)
+            loaded |= loaded_in(code)
             waiting += words_of(code)
     plain = (name for name in stored if not callable(getattr(kind, name, None)))
-    return frozenset(name for name in plain if not hasattr(getattr(kind, name, None), "__get__"))
+    return frozenset(name for name in plain if not hasattr(getattr(kind, name, None), "__get__")), frozenset(loaded)

@@ -188,6 +188,14 @@ class Ownership:
             if before != shown:
                 self._show(before)
 
+    def take_back(self) -> None:
+        """After a hook, which may have assigned what stands for a freed parameter where it found it (`layer.weight +=
+        x`): that registers it."""
+        for emptied in self._emptied if not self._is_present else ():
+            held = emptied.module.__dict__[emptied.kind]
+            for name in [name for name, fake in emptied.fakes.items() if dict.get(held, name) is fake]:
+                emptied.module.__dict__[name] = dict.pop(held, name)
+
     def _show(self, shown: bool) -> None:
         """What a module holds itself may be exchanged meanwhile, by what divides it."""
         for emptied in self._emptied:
