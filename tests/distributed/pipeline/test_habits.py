@@ -353,16 +353,22 @@ class LogsNorm(Base):
         self.log("norm", torch.stack([p.detach().norm() for p in self.parameters()]).square().sum())
 
 
+class LogsSum(Base):
+    def on_train_epoch_end(self) -> None:
+        self.log("sum", sum(p.detach().abs().sum() for p in self.parameters()))
+
+
 class LogsOneNorm(Base):
     def on_train_epoch_end(self) -> None:
         if self.trainer.is_global_zero:  # the last stage
             self.last = self.net[3].down.weight.norm().item()
 
 
-@pytest.mark.parametrize(("kind", "told"), [(LogsNorm, True), (LogsOneNorm, False)])
-def test_numbers_of_one_stage_are_told(kind: type[Base], told: bool) -> None:
+@pytest.mark.parametrize(("kind", "by"), [(LogsNorm, "norm"), (LogsSum, "sum"), (LogsOneNorm, "")])
+def test_numbers_of_one_stage_are_told(kind: type[Base], by: str) -> None:
     said = " ".join(run_program(PP2, _said, kind)[0])
-    assert ("`on_train_epoch_end` takes a number (`norm`) of parameters" in said) == told
+    assert (f"`on_train_epoch_end` takes a number (`{by}`) of parameters" in said) == bool(by)
+    assert ("takes a number" in said) == bool(by)
 
 
 def test_averages_that_are_kept_apart_are_told() -> None:
