@@ -6,7 +6,7 @@ where values are whole it gets all of it. `tensor/lineage.py` walks the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,9 @@ class PartialGradients:
         """id(parameter) -> whole parameters whose gradient is partial on every tensor rank, in the backwards since the
         last optimizer step."""
         self._full: set[int] = set()
+        self._received: dict[int, Tensor] = {}
+        """id(leaf) -> values from another pipeline stage of whose gradient each rank has a part, until it is asked
+        for."""
         self.differentiable = False
         """Whether the step that runs has made gradients with a graph of their own."""
 
@@ -58,10 +61,8 @@ class PartialGradients:
         """
         if not self._parallel.has_regions:
             return
-        outputs = list(outputs)
+        outputs, others = list(outputs), {id(x): x for x in received}
         lineage = trace_regions(outputs, region=region)
-        for leaf in received:
-            lineage.regions.pop(id(leaf), None)
         if lineage.hidden:
             raise RuntimeError(_HIDDEN)
         for parameter_id, regions in lineage.regions.items():
@@ -69,8 +70,11 @@ class PartialGradients:
                 raise RuntimeError(_escaped(self._parallel.name_of(parameter_id)))
         if lineage.crossings:
             raise RuntimeError(_side_door(lineage))
-        self._complete_where_mixed(lineage)
+        self._complete_where_mixed(lineage, others)
         self._divide_where_mixed(lineage, outputs, region)
+        for leaf_id, leaf in others.items():
+            if lineage.regions.pop(leaf_id, {region}) != {region}:
+                self._received[leaf_id] = leaf
         for parameter_id, regions in lineage.regions.items():
             if parameter_id in self._parallel.sharded:
                 continue
@@ -81,6 +85,15 @@ class PartialGradients:
             else:
                 self._partial[parameter_id] = lineage.leaves[parameter_id]
         complete_in_hooks(self, lineage.leaves.values())
+
+    def completed_received(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """The whole gradient of what came from another pipeline stage, once after its backward.
+
+        Communication: an all-reduce over tp, if each rank has a part of it.
+        """
+        if self._received.pop(id(leaf), None) is None:
+            return gradient
+        return all_reduce(gradient, self._parallel.context.group)
 
     def is_part(self, leaf: Tensor) -> bool:
         """Whether tensor ranks have parts of a parameter's gradient."""
@@ -132,7 +145,7 @@ class PartialGradients:
         for parameter_id in mixed:
             for (node, position), regions in uses[parameter_id].items():
                 if len(regions) > 1:
-                    raise RuntimeError(_mixed(self._parallel.name_of(parameter_id), regions))
+                    raise RuntimeError(_mixed(self._name_of(parameter_id), regions))
                 divided = node.metadata.setdefault("divided", set())
                 if regions == {"whole"} and position not in divided:  # a graph may be walked again, by another backward
                     divided.add(position)
@@ -155,7 +168,11 @@ class PartialGradients:
                 raise RuntimeError(_nested(region, regions))
         self.trace(outputs, (x for i, x in found.leaves.items() if i not in known), region)
 
-    def _complete_where_mixed(self, lineage: Lineage) -> None:
+    def _name_of(self, leaf_id: int) -> str:
+        known = any(id(p) == leaf_id for p in self._parallel.names.values())
+        return self._parallel.name_of(leaf_id) if known else "what an earlier pipeline stage made"
+
+    def _complete_where_mixed(self, lineage: Lineage, received: Mapping[int, Tensor]) -> None:
         """Parameters that a step may use on tokens and on whole values: where one does both, each use on tokens
         completes its gradient; where it does not, they are summed with the others' at the end. With zero > 0 each use
         always does.
@@ -171,6 +188,10 @@ class PartialGradients:
                     gradient.copy_(all_reduce(gradient, context.group))
                 self._full.add(parameter_id)
         for parameter_id, nodes in lineage.uses.items():
+            if parameter_id in received:
+                for node in nodes:
+                    node.completes = True
+                continue
             whole = parameter_id in self._full or "whole" in lineage.regions.get(parameter_id, ())
             at_use = whole or self._parallel.sharding is not None
             for node in nodes:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -194,6 +194,10 @@ class BatchRun:
         if not ends:
             needed: list[Tensor] = []
             if self.backward is not None:
+                if self.parallel.has_regions:
+                    # a node for what is passed on, whose gradient is whole, where that of uses in regions is in parts
+                    ids = set(map(id, received))
+                    done = replace(done, sent=tuple(x.view_as(x) if id(x) in ids else x for x in done.sent))
                 relays = self.relays(stage + 1, microbatch)
                 needed = [x for x, r in zip(done.sent, relays, strict=True) if r.requires_grad]
                 self.parallel.partial.trace(needed, received)
@@ -286,6 +290,9 @@ class BatchRun:
     def retains_graph(self) -> bool:
         """Whether backward leaves the graph as it is, for another one."""
         return bool(self.plans) and self.plans[0].part.retains_graph
+
+    def gradient_of(self, received: Tensor, gradient: Tensor) -> Tensor:
+        return self.parallel.partial.completed_received(received, gradient)
 
     def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
         return None if self.whole is None else self.whole.gradients(microbatch)

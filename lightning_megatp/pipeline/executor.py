@@ -65,6 +65,9 @@ class Stages(Protocol):
     def root_gradients(self, microbatch: int) -> Sequence[Tensor] | None:
         """The gradients with which the last stage's backward begins; None where it is the loss's."""
 
+    def gradient_of(self, received: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of what a stage received, which its ranks may have in parts."""
+
     def complete(self, stage: int) -> None:
         """The gradients of a stage are complete on this rank, and `factor` is known."""
 
@@ -301,7 +304,8 @@ class _Batch:
                 roots = self.stages.root_gradients(microbatch) if last else gradients
                 torch.autograd.backward(flight.roots, roots, retain_graph=self.stages.retains_graph)
         # A value nothing differentiable was made of has no gradient; the stage before waits for one all the same.
-        back = [torch.zeros_like(x) if x.grad is None else x.grad for x, r in flight.received if r.requires_grad]
+        leaves = [x for x, relay in flight.received if relay.requires_grad]
+        back = [self.stages.gradient_of(x, torch.zeros_like(x) if x.grad is None else x.grad) for x in leaves]
         if any(x.grad is not None for x, relay in flight.received if not relay.requires_grad):
             raise SliceError(
                 f"pipeline stage {stage} has a gradient for a value of an earlier stage, and when the step was planned"

@@ -404,6 +404,9 @@ class Chain:
             self.factor = torch.tensor(FACTOR, dtype=torch.float64)
         return [y.square().sum()]
 
+    def gradient_of(self, received: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
+
     def root_gradients(self, microbatch: int) -> None:
         return None
 
