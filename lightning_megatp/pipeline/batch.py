@@ -285,6 +285,9 @@ class BatchRun:
             self._prepare_backward(tail)
             with self.parallel.user_code():
                 root.backward()
+            for leaf in leaves:
+                if leaf.grad is not None:
+                    leaf.grad = self.gradient_of(leaf, leaf.grad)
 
     @property
     def retains_graph(self) -> bool:

@@ -42,7 +42,7 @@ class StepMethods(HookMethods, ShadowMethods):
         self._steps_of_epoch: Counter[tuple[Any, ...]] = Counter()
         """By kind and epoch."""
         self._as_hooks: set[StepKind] = set()
-        """Kinds of evaluation whose steps put averages in the weights' place."""
+        """Kinds of evaluation whose steps put averages in the weights' place, in this run."""
         self._exchanges_averages = False
         """Whether a callback exchanges the module's values for averages before the next step."""
 

@@ -329,6 +329,7 @@ class MegaTPStrategyBase(StepMethods, BuildingMethods, WorldMethods, CheckpointM
             without_sync_advice()
         if not self._undivided:
             without_inference_mode(trainer)
+        self._as_hooks.clear()
         self._stand_in_for_hooks(trainer, parallel, mesh)
         self._watch_sigterm(trainer, example)
         self._load_split_model()

@@ -181,16 +181,17 @@ def _loader(layout: Layout, trains: bool) -> DataLoader:
 
 
 def evaluated(layout: Layout, way: str, late: bool, noise: float) -> tuple[dict[str, float], list[Any]]:
-    """What is logged in two epochs, and what is predicted then."""
+    """What is logged in two epochs, and in a validation behind them, and what is predicted then."""
     torch.manual_seed(0)
     module = Averaging(way, late, noise)
     trainer = make_trainer(layout, strategy={"plan": "auto"}, max_epochs=2)
     trainer.fit(module, _loader(layout, trains=True), _loader(layout, trains=False))
-    logged = {name: float(x) for name, x in trainer.callback_metrics.items()}
+    logged = {f"{name} in fit": float(x) for name, x in trainer.callback_metrics.items()}
     if layout.dp > 1:  # each data-parallel rank predicts for its own samples
         return logged, []
     torch.manual_seed(1)
-    return logged, trainer.predict(module, _loader(layout, trains=False)) or []
+    (validated,) = trainer.validate(module, _loader(layout, trains=False), verbose=False)
+    return logged | validated, trainer.predict(module, _loader(layout, trains=False)) or []
 
 
 def check(layout: Layout, way: str, late: bool) -> None:
@@ -198,7 +199,7 @@ def check(layout: Layout, way: str, late: bool) -> None:
     ((expected, predicted),) = run_program(PLAIN, evaluated, way, late, noise)
     found = run_program(layout, evaluated, way, late, noise)
     for logged, _ in found:
-        assert logged == pytest.approx(expected, rel=1e-9)
+        assert logged == pytest.approx({name: expected[name] for name in logged}, rel=1e-9)
     if layout.dp == 1:
         torch.testing.assert_close(found[0][1], predicted, rtol=1e-9, atol=1e-12)
 
