@@ -91,6 +91,16 @@ def views(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(first @ second.T / 0.5, torch.arange(len(y))) + F.cross_entropy(first, y)
 
 
+def sliced(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
+    """As I-JEPA lays out several masks of a batch: by slices of its length."""
+    x, n = lit.table(torch.cat([ids, ids.flip(1), ids.roll(1, 1)])), len(ids)
+    x = torch.cat([torch.cat([x[i * n : (i + 1) * n]], 0) for i in range(3)])
+    for block in lit.blocks:
+        x = block(x)
+    first, second, third = F.normalize(lit.head(x).mean(1), dim=1).chunk(3)
+    return F.cross_entropy(first @ second.T / 0.5, torch.arange(len(y))) + F.cross_entropy(third, y)
+
+
 def repeated(lit: Lit, ids: Tensor, y: Tensor) -> Tensor:
     _, x = lit.run(ids.repeat(3, 1))
     return F.cross_entropy(lit.head(x).mean(1), y.repeat(3)).sqrt()
@@ -185,7 +195,7 @@ def _fit(layout: Layout, kind: str, rows: int = 6, whole: bool = True) -> dict[s
 PP2_IN_TWO = Layout(pp=2, microbatches=2)
 RIGHT = [
     "of_an_early_stage", "views", "repeated", "each_sample_twice", "tokens_first", "by_a_function", "behind_a_mask",
-    "transposed", "of_weights", "positions_like",
+    "sliced", "transposed", "of_weights", "positions_like",
 ]  # fmt: skip
 
 

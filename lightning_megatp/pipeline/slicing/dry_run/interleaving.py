@@ -21,7 +21,7 @@ from lightning_megatp.pipeline.slicing.dry_run.by_tensor import ByTensor
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.rows import SCRAMBLED, CallRows, Placed, Rows
 from lightning_megatp.shim.torch import DisableTorchFunction
-from lightning_megatp.tensor.functions import argument, operation_names
+from lightning_megatp.tensor.functions import argument, is_in_place, operation_names
 
 
 class Interleaving:
@@ -80,7 +80,7 @@ class Interleaving:
     def _viewed(self, call: Call) -> list[Rows | None] | None:
         """Where the samples are in views of the first argument; None if the operation makes other tensors."""
         x = call.args[0] if call.args else None
-        if not isinstance(x, Tensor) or x not in self._of or call.name.endswith("_"):
+        if not isinstance(x, Tensor) or x not in self._of or is_in_place(call.name):
             return None
         rows = self._of[x]
         stands_in = torch.empty(x.shape, dtype=x.dtype, device="meta")

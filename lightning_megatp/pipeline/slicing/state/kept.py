@@ -109,7 +109,7 @@ def stored_by_forward(module: nn.Module) -> frozenset[str]:
 
 
 def set_anew_by_forward(module: nn.Module) -> frozenset[str]:
-    """Those of them that it does not read: what was there goes into nothing."""
+    """The names of the attributes that a module's forward sets and does not read: what was there goes into nothing."""
     kind: Any = type(module)
     stored, loaded = _by_forward(kind)
     return stored - loaded
