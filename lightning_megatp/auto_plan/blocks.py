@@ -7,11 +7,10 @@ import copy
 import functools
 import itertools
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ _LIBRARIES = ("transformers", "torchmetrics", "peft")
 """Whose hooks, beside those of frameworks, are part of what a module computes."""
 _INTERNAL = frozenset(vars(nn.Module()))
 """What every module has: hooks, parameters, modules."""
-_HELD = ("_parameters", "_buffers", "_modules")
 _OF_LINEAR = frozenset(["weight", "bias", "in_features", "out_features", "forward", "training"])
 """What the code of a linear layer has to do with."""
 _LAST_NUMBER = re.compile(r"\.\d+(?!.*\.\d+(\.|$))")
@@ -178,24 +176,6 @@ def _counts(key: str, settings: list[dict[str, str]]) -> bool:
     return len(numbers) == len(values) and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def copied(x: Any) -> Any:
-    """A copy of a tensor, a leaf, or of an object that a module may change (a cache), where it can be copied."""
-    if isinstance(x, Tensor):
-        return x.detach().clone().requires_grad_(x.requires_grad)
-    return copied_object(x, copied)
-
-
-def copied_object(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of an object, where it can be copied, with changed tensors in it."""
-    if isinstance(x, (*PLAIN, nn.Module)):
-        return x
-    changed = {id(held): change(held) for held in tensors_anywhere_in(x)}
-    try:
-        return copy.deepcopy(x, changed)
-    except Exception:
-        return x
-
-
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds besides parameters, buffers, modules and hooks."""
     return {key: value for key, value in vars(module).items() if key not in _INTERNAL}
@@ -208,29 +188,6 @@ def tensors_anywhere_in(tree: Any, given: Any = None) -> list[Tensor]:
         given: what the module got. Objects of it that are returned, too, such as a cache, are not looked into.
     """
     return list(_tensors(tree, {id(x) for x in tree_leaves(given) if not isinstance(x, Tensor)}))
-
-
-def uncopied(module: nn.Module) -> dict[int, Any]:
-    """id -> something instead, for what hangs on modules and can't be copied: a leaf for tensors with a graph (a weight
-    that `torch.nn.utils.weight_norm` computes, what a step left), nothing for the hooks of Lightning's PyTorchProfiler,
-    locks themselves, and functions with arguments, as LightningCLI makes them of an `OptimizerCallable`."""
-    attributes = [value for child in module.modules() for key, value in vars(child).items() if key not in _HELD]
-    tensors = {id(x): copied(x) for x in tree_leaves(attributes) if isinstance(x, Tensor) and not x.is_leaf}
-    profiling = [
-        x for child in module.modules() for x in _hooks_on(child) if ".profilers." in module_of(without_arguments(x))
-    ]
-    shared = {id(x): x for x in tree_leaves(attributes) if isinstance(x, _LOCKS) or _is_bare_partial(x)}
-    return {**tensors, **shared, **{id(x): _nothing for x in profiling}}
-
-
-def _is_bare_partial(x: Any) -> bool:
-    """Whether it has nothing of a module: a method of one, or a tensor."""
-    if not isinstance(x, functools.partial) or not isinstance(x.func, (FunctionType, BuiltinFunctionType, type)):
-        return False
-    return not any(isinstance(y, (Tensor, nn.Module, MethodType)) for y in tree_leaves((x.args, x.keywords)))
-
-
-_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -275,13 +232,14 @@ def unlooked(block: nn.Module) -> str | None:
     for name, child in block.named_modules():
         if uncompiled_part(child) is not child:
             return f"`{name}` in it is compiled"
-        for hook in map(without_arguments, _hooks_on(child)):
+        for hook in map(without_arguments, hooks_on(child)):
             if not (is_frameworks(type(hook), *_LIBRARIES) or is_frameworks(hook, *_LIBRARIES)):
                 return f"{f'`{name}` in it' if name else 'it'} has a hook of {module_of(hook)}"
     return None
 
 
-def _hooks_on(module: nn.Module) -> Iterator[Any]:
+def hooks_on(module: nn.Module) -> Iterator[Any]:
+    """The forward and backward hooks on a module itself."""
     held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return itertools.chain.from_iterable(hooks.values() for hooks in held)
 
@@ -395,8 +353,8 @@ def _content(value: Any, depth: int) -> str:
 
 def without_logging(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Let `self.log` do nothing meanwhile."""
-    return entries_replaced((vars(module), name, _nothing) for name in ("log", "log_dict"))
+    return entries_replaced((vars(module), name, nothing) for name in ("log", "log_dict"))
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a function that is not to do anything."""

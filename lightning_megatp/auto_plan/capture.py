@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.auto_plan.blocks import PLAIN, Block, Call, copied, describe, uncompiled_part
+from lightning_megatp.auto_plan.blocks import PLAIN, Block, Call, describe, uncompiled_part
+from lightning_megatp.auto_plan.copies import copied
 from lightning_megatp.detour import entries_replaced
 from lightning_megatp.shim.autograd import transforms_are_active
 from lightning_megatp.shim.fakes import CopiesFakes, GroupedProductsOnMeta, failures_of_fakes_unlogged, fake_tensor_mode

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatp.auto_plan.blocks import Call, copied_object, is_linear, uncopied
+from lightning_megatp.auto_plan.blocks import Call, is_linear
+from lightning_megatp.auto_plan.copies import copied_object, uncopied
 from lightning_megatp.plan.layer import TRANSPOSED, BareLinear, MatrixDims
 from lightning_megatp.shim.torch import DisableTorchFunction, tree_map
 from lightning_megatp.shim.transformers import is_conv1d

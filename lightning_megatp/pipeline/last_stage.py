@@ -181,10 +181,11 @@ class LastStage:
         if held is not None:  # other stages did not run the step, or not to its end
             held_now = HeldTensors(self.outside).changes(held)
             written = {path: x for path, x in held_now.items() if not x.replaced}
-            small = {path: x for path, x in written.items() if x.value.nbytes <= _SMALL or run.remote is not None}
-            made = {path: x for path, x in held_now.items() if run.remote and x.value.nbytes <= _OF_TABLES}
-            changes.tensors = made | small | changes.tensors
-            self._untold |= written.keys() - small.keys()
+            told = {path: x for path, x in written.items() if x.value.nbytes <= _SMALL}
+            if run.remote is not None:
+                told = written | {path: x for path, x in held_now.items() if x.value.nbytes <= _OF_TABLES}
+            changes.tensors = told | changes.tensors
+            self._untold |= written.keys() - told.keys()
         changes.tensors = Buffers(self.outside).replaced(buffers, _SMALL) | changes.tensors
         if options is not None and (set_now := options_of(self._trainer.optimizers)) != options:
             changes.options = set_now

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_megatp.auto_plan.blocks import uncopied, without_logging
+from lightning_megatp.auto_plan.blocks import without_logging
+from lightning_megatp.auto_plan.copies import uncopied
 from lightning_megatp.batches.example import indices
 from lightning_megatp.module import ParallelModule
 from lightning_megatp.plan.parallel_plan import ParallelPlan

@@ -103,7 +103,7 @@ class Weights:
             return same[id(x)]
 
         made = copy.copy(self)
-        made.__dict__["_by_first"] = {
+        made._by_first = {
             first: [(shapes, [(name, bare(x)) for name, x in named]) for shapes, named in lists]
             for first, lists in self._by_first.items()
         }

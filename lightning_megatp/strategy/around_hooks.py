@@ -14,7 +14,6 @@ from lightning_megatp.hooks.around import (
     finding_divided,
     finding_states,
     keeping_data,
-    leaving_out_others,
     logging_whole,
     watching_weights,
     with_whole_functions,
@@ -24,6 +23,7 @@ from lightning_megatp.hooks.around import (
 from lightning_megatp.hooks.forwards import Forwards, GatheredCalls
 from lightning_megatp.hooks.meeting import Meetings
 from lightning_megatp.hooks.norms import clipping_around_steps
+from lightning_megatp.hooks.others import leaving_out_others
 from lightning_megatp.hooks.stops import stopping_together
 from lightning_megatp.mesh import AXES, ParallelMesh
 from lightning_megatp.module import ParallelModule

@@ -10,6 +10,7 @@ from torch import nn
 from lightning_megatp.detour import Detour
 from lightning_megatp.mesh import AXES
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.origins import package_of
 from lightning_megatp.shadows.finding import Found, Weights, find_shadows
 from lightning_megatp.shadows.shadows import Shadows, agree, owners_of, synchronize, warn_unclear
 from lightning_megatp.snapshots.leftovers import is_own_object
@@ -76,6 +77,7 @@ class ShadowMethods(StrategyState):
         held = {**vars(module), **module._modules}
         named = {name: held[name] for name in sorted((words - trained) & held.keys())}
         named = {name: x for name, x in named.items() if isinstance(x, (list, dict, nn.Module)) or is_own_object(x)}
+        named = {name: x for name, x in named.items() if package_of(type(x)) != "torchmetrics"}  # most have one
         if not named:
             return []
         late, _ = find_shadows({"": SimpleNamespace(**named)}, Weights(module))

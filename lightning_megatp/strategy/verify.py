@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatp.auto_plan.blocks import uncopied
+from lightning_megatp.auto_plan.copies import uncopied
 from lightning_megatp.building.building import Building
 from lightning_megatp.commands import requested
 from lightning_megatp.commands.proof import print_errors

@@ -53,11 +53,12 @@ class KeptValues:
         self._batches: Counter[str] = Counter()
         self._looks = self._notes = False
         self._set: dict[Path, bytes] = {}
+        self._before: dict[Path, Any] = {}
+        """What named attributes held before the batch."""
         self._first: dict[Path, Any] = {}
-        """What a named attribute held before the batch, or after its first microbatch."""
+        """What the first microbatch has set there."""
         self._differ: set[Path] = set()
         """Those that another microbatch of the batch has set to something else."""
-        self._firsts: set[Path] = set()
         self._counters: list[str] = []
         self._counted = Twice()
         self._microbatches = 1
@@ -69,11 +70,11 @@ class KeptValues:
         n = self._batches[kind]
         self._looks = n & (n - 1) == 0
         self._notes = self._looks and bool(self._set_anew) and len(microbatches) > 1
-        self._first, self._firsts = self._named_now() if self._notes else {}, set[Path]()
+        self._before = self._named_now() if self._notes else {}
         modules = self._own if self._looks else {name: self._own[name] for name in self._telling & self._own.keys()}
         before = PlainValues(modules, arrays=False) if modules else None
         yield
-        self._notes, self._first = False, {}
+        self._notes, self._before, self._first = False, {}, {}
         if before is None:
             return
         now = PlainValues(modules, arrays=False)
@@ -88,12 +89,10 @@ class KeptValues:
         if not self._notes:
             return
         for path, x in self._named_now().items():
-            if x is self._first.get(path):
+            if x is self._before.get(path):
                 continue
-            if path not in self._firsts:
-                self._firsts.add(path)
-                self._first[path] = x
-            elif not _is_same(x, self._first[path]):
+            kept = x.detach() if isinstance(x, Tensor) else x  # not the first microbatch's graph
+            if not _is_same(x, self._first.setdefault(path, kept)):
                 self._differ.add(path)
 
     def _named_now(self) -> dict[Path, Any]:
