@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,12 @@ class _Member:
     pid: int
 
 
+@dataclass(frozen=True)
+class _Told:
+    to: Sequence[int]
+    note: Any
+
+
 class Hub(threading.Thread):
     """Rank 0's side: hears of every rank's end, decides on the first cause, and tells all.
 
@@ -39,6 +45,7 @@ class Hub(threading.Thread):
             The others hear of it afterwards, so it must not wait for long.
         describe_exit: Says how the process of a pid on this machine ended, None where that is not known.
         on_ask: Called when another rank was asked to stop in order.
+        on_told: Called with what another rank told rank 0.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Hub(threading.Thread):
         on_verdict: Callable[[Evidence, bool], None],
         describe_exit: Callable[[int], str | None],
         on_ask: Callable[[], None],
+        on_told: Callable[[Any], None],
     ) -> None:
         super().__init__(name="megatp-failure-hub", daemon=True)
         self._world_size = world_size
@@ -57,11 +65,12 @@ class Hub(threading.Thread):
         self._on_verdict = on_verdict
         self._describe_exit = describe_exit
         self._on_ask = on_ask
+        self._on_told = on_told
         self._server, self.hosts = listen(backlog=world_size)
         self.port: int = self._server.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
-        self._inbox: queue.SimpleQueue[Evidence | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Evidence | _Told | None] = queue.SimpleQueue()
         self._said_goodbye = threading.Event()
         self._strangers: dict[socket.socket, Link] = {}
         self._members: dict[socket.socket, _Member] = {}
@@ -73,6 +82,10 @@ class Hub(threading.Thread):
     def report(self, evidence: Evidence) -> None:
         """Hand over rank 0's own end."""
         self._put(evidence)
+
+    def tell(self, ranks: Sequence[int], note: Any) -> None:
+        """Send something to other ranks."""
+        self._put(_Told(ranks, note))
 
     def leave(self) -> None:
         """Say goodbye to all, after a verdict where one is pending; others that still train stay watched."""
@@ -100,7 +113,7 @@ class Hub(threading.Thread):
             sock.close()
         self._selector.close()
 
-    def _put(self, item: Evidence | None) -> None:
+    def _put(self, item: Evidence | _Told | None) -> None:
         self._inbox.put(item)
         with contextlib.suppress(OSError):  # closed: all ranks have left
             self._wake_in.send(b"!")
@@ -141,9 +154,12 @@ class Hub(threading.Thread):
 
     def _read_inbox(self) -> None:
         while not self._inbox.empty():
-            evidence = self._inbox.get()
-            if evidence is not None:
-                self._hear(evidence)
+            item = self._inbox.get()
+            if isinstance(item, _Told):
+                self._hand_on(item)
+                continue
+            if item is not None:
+                self._hear(item)
                 continue
             self._left.add(0)
             if self._deadline is not None:
@@ -159,6 +175,8 @@ class Hub(threading.Thread):
                 self._hear(_evidence_from(message["evidence"]))
             if "stop" in message:
                 self._on_ask()
+            if "tell" in message:
+                self._hand_on(_Told(**message["tell"]))
             if "bye" in message:
                 self._left.add(member.rank)
         if messages is None or member.rank in self._left:
@@ -169,6 +187,13 @@ class Hub(threading.Thread):
                 local = member.host == socket.gethostname()
                 how = self._describe_exit(member.pid) if unexplained and local else None
                 self._hear(Evidence(member.rank, member.who, Kind.DEATH, how or ""))
+
+    def _hand_on(self, told: _Told) -> None:
+        if 0 in told.to:
+            self._on_told(told.note)
+        for member in self._members.values():
+            if member.rank in told.to:
+                member.link.send(told=told.note)
 
     def _drop(self, link: Link) -> None:
         self._selector.unregister(link.sock)
@@ -205,6 +230,7 @@ class Spoke(threading.Thread):
         hub_who: Who rank 0 is, for people.
         on_verdict: Called with the cause, and whether this rank must say it since rank 0 can't.
         on_release: Called when rank 0 has left in order and nobody watches any more.
+        on_told: Called with what another rank told this one.
     """
 
     def __init__(
@@ -213,17 +239,23 @@ class Spoke(threading.Thread):
         hub_who: str,
         on_verdict: Callable[[Evidence, bool], None],
         on_release: Callable[[], None],
+        on_told: Callable[[Any], None],
     ) -> None:
         super().__init__(name="megatp-failure-watch", daemon=True)
         self._link = link
         self._hub_who = hub_who
         self._on_verdict = on_verdict
         self._on_release = on_release
+        self._on_told = on_told
         self._left = False
 
     def report(self, evidence: Evidence) -> None:
         """Send this rank's end to rank 0."""
         self._link.send(evidence=asdict(evidence))
+
+    def tell(self, ranks: Sequence[int], note: Any) -> None:
+        """Send something to other ranks, by way of rank 0."""
+        self._link.send(tell=asdict(_Told(ranks, note)))
 
     def ask_to_stop(self) -> None:
         """Tell rank 0 that this rank was asked to stop in order."""
@@ -245,6 +277,8 @@ class Spoke(threading.Thread):
         while (messages := self._link.receive()) is not None:
             for message in messages:
                 hub_left = hub_left or "bye" in message
+                if "told" in message:
+                    self._on_told(message["told"])
                 if "verdict" in message:
                     self._on_verdict(_evidence_from(message["verdict"]), False)
                     return

@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
@@ -66,6 +67,8 @@ class FailureWatch:
         self._describe_exit = describe_exit
         self.on_ask: Callable[[], None] = lambda: None
         """On rank 0: called when another rank has asked for an orderly stop."""
+        self.on_told: Callable[[Any], str | None] = lambda note: None
+        """Called with what another rank told this one, in a thread of its own; returns the error that it means here."""
         self._end: Hub | Spoke | None = None
         self._verdict: Evidence | None = None
         self._interrupted = False
@@ -138,6 +141,16 @@ class FailureWatch:
         if self.active and isinstance(self._end, Spoke):
             self._end.ask_to_stop()
 
+    def tell(self, ranks: Sequence[int], note: Any) -> None:
+        """Tell other ranks something, of JSON's kinds, that they hear whatever they wait for. Waits for nobody."""
+        if self.active and self._end is not None:
+            self._end.tell([rank for rank in ranks if rank != self.rank], note)
+
+    def _hear(self, note: Any) -> None:
+        error = self.on_told(note)
+        if error is not None and self.active and self._end is not None:
+            self._end.report(Evidence(self.rank, self._who, Kind.EXCEPTION, error))
+
     def report_death(self, rank: int, pid: int, how: str) -> None:
         """Report the end of a rank that this process launched, and that may have failed before it could connect."""
         if self.active and self._end is not None:
@@ -157,7 +170,13 @@ class FailureWatch:
     def _open(self, store: Store, key: str) -> Hub:
         token = secrets.token_hex(16)
         hub = Hub(
-            self.world_size, token, self._settle_s, self._conclude, self._describe_exit, on_ask=lambda: self.on_ask()
+            self.world_size,
+            token,
+            self._settle_s,
+            self._conclude,
+            self._describe_exit,
+            on_ask=lambda: self.on_ask(),
+            on_told=self._hear,
         )
         store.set(key, json.dumps(asdict(Address(hub.hosts, hub.port, token, self._who))))
         return hub
@@ -171,7 +190,7 @@ class FailureWatch:
                 f"MegaTPStrategy: {self._who} can't reach rank 0 at TCP port {address.port} ({error})."
                 " Rank 0 has ended, or TCP connections between the machines must be allowed."
             ) from error
-        return Spoke(link, address.who, self._conclude, self._decided.set)
+        return Spoke(link, address.who, self._conclude, self._decided.set, self._hear)
 
     def _conclude(self, cause: Evidence, announce: bool) -> None:
         self._verdict = cause

@@ -11,6 +11,7 @@ from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import is_explained, warn_once_per_run
 from lightning_megatp.module import ParallelModule, take_gradients
 from lightning_megatp.pipeline.loans import Loans
+from lightning_megatp.pipeline.lockstep import Lockstep
 from lightning_megatp.pipeline.remote.calls import warn_of_turns
 from lightning_megatp.pipeline.results import Step, returning_a_loss
 from lightning_megatp.pipeline.seeds import mixed
@@ -55,6 +56,7 @@ class Plans:
         self.generation = 0
         """How often all were forgotten."""
         self._trained = Trained(parallel, slicer, mesh)
+        self.lockstep = Lockstep()
         self._uncut: set[tuple[StepKind, Hashable]] = set()
         """Kinds of steps of evaluation, and signatures, that can't be cut."""
         self._changed: set[str] = set()
@@ -83,6 +85,7 @@ class Plans:
 
         Communication: for each new plan an object all-gather over pp, and one broadcast per parameter that it lends.
         """
+        self.lockstep.begin()
         signatures: list[Hashable] = [(part, signature) for signature in self._slicer.signatures(microbatches)]
         pairs = enumerate(zip(signatures, microbatches, strict=True))
         if any((kind, signature) in self._uncut for signature in signatures):
@@ -94,6 +97,7 @@ class Plans:
                 plans = [self._plan((kind, signature), step, x, mixed(seed, i), i == 0) for i, (signature, x) in pairs]
         except _Uncut:
             return None
+        self.lockstep.end()
         steps = plans[:-1] if self._slicer.tail else plans
         if kind is StepKind.TRAIN and len(steps) > 1:
             self._warn_of_changes(steps)
@@ -285,6 +289,7 @@ class Plans:
 
         Communication: an object all-gather over pp; another one before it raises.
         """
+        self.lockstep.agreeing()
         if len(set(self._mesh.exchange(tuple(plan.digest() for plan in plans), "pp"))) > 1:
             did = self._mesh.exchange([deed for plan in plans for deed in _deeds(plan)] or why, "pp")
             refused = next((f": on pp rank {i} it can't be cut ({x})" for i, x in enumerate(did) if type(x) is str), "")

@@ -187,9 +187,11 @@ class Shadow:
         if isinstance(value, list):
             value[:] = [x for _, x in entries]
         else:
-            if not self.in_buffers:  # those have others beside them
-                value.clear()
-            value.update(entries)
+            named = dict(entries)
+            others = [item for item in value.items() if self.in_buffers and item[0] not in named]
+            first = next((i for i, key in enumerate(value) if key in named), 0)
+            value.clear()
+            value.update([*others[:first], *entries, *others[first:]])
         self._set(value, is_part)
 
     def _set(self, value: Any, is_part: bool) -> None:

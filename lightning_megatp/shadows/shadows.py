@@ -124,11 +124,12 @@ class Shadows:
         present values of its own weights'.
 
         Args:
-            loads: values are put into them.
+            loads: values are put into them; into those that were made before the split, that is.
 
-        Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut.
+        Communication: one all-gather over tp, and one over dp with zero > 0, for each that is cut; before a state dict
+        an object all-gather over the ranks of this stage, of names.
         """
-        buffers = [kept for kept in self._kept if kept.in_buffers]
+        buffers = [kept for kept in self._kept if kept.in_buffers] + ([] if loads else self._late_buffers())
         before = [(kept, kept.put_whole(kept.gathered())) for kept in buffers]
         try:
             yield
@@ -154,12 +155,7 @@ class Shadows:
         Warns:
             UserWarning: some could belong to several modules.
         """
-        known = self.slots
-        found, unclear = find_shadows(owners, Weights(self._parallel.module))
-        warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
-        found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
-        new = [Shadow(x, self._parallel, is_part=True) for x in found]
-        kept_here = [*self._kept, *new]
+        kept_here = [*self._kept, *self._made_of_parts(owners)]
         keeps = self._mesh.rank("tp") == self._mesh.rank("dp") == 0
         gathered: Gathered = {kept.path: [] for kept in kept_here}
         for kept in kept_here:
@@ -174,6 +170,17 @@ class Shadows:
         finally:
             for kept, value in before:
                 kept.put_back(value)
+
+    def _late_buffers(self) -> list[Shadow]:
+        return [kept for kept in self._made_of_parts({"": self._parallel.module}) if kept.in_buffers]
+
+    def _made_of_parts(self, owners: Mapping[str, Any]) -> list[Shadow]:
+        """Those that were made after the split, on all ranks of this stage alike."""
+        known = self.slots
+        found, unclear = find_shadows(owners, Weights(self._parallel.module))
+        warn_unclear(unclear, "A checkpoint gets what global rank 0 has of it")
+        found = agree([x for x in found if (id(x.holder), x.key) not in known], self._mesh, "dp", "tp")
+        return [Shadow(x, self._parallel, is_part=True) for x in found]
 
     def _of_all_stages(self, gathered: Gathered) -> Gathered:
         stages = self._mesh.exchange(gathered, "pp")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import warn_once_per_run
@@ -194,7 +195,8 @@ class SentBuffers:
             for name, module in self._module.named_modules()
             if id(module.__dict__) not in self._averages
             for leaf, x in module._buffers.items()
-            if x is None or not (x.is_meta or is_fake(x))  # of another pipeline stage
+            if x is None
+            or not (x.is_meta or is_fake(x) or isinstance(x, DTensor))  # of another stage; rows of averages
         ]
 
 

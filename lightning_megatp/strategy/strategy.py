@@ -407,6 +407,10 @@ class MegaTPStrategyBase(StepMethods, BuildingMethods, WorldMethods, CheckpointM
         if building is not None:  # what is outside of units belongs to all stages, and a dry run computes with it
             self._materialize(module, without=map(module.get_submodule, find_units(module)))
         self.pipeline = open_pipeline(parallel, mesh, self.pipeline_options, example)
+        if self.pipeline is not None and self._failure_watch is not None:
+            lockstep = self.pipeline.plans.lockstep
+            lockstep.tell = functools.partial(self._failure_watch.tell, mesh.ranks("pp"))
+            self._failure_watch.on_told = lockstep.hear
         if parallel.recomputation is not None:
             stages = None if self.pipeline is None else self.pipeline.stage_of_unit
             parallel.recomputation.choose(self.recompute, stages)

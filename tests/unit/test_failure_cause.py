@@ -155,9 +155,15 @@ def test_the_cause_is_said_before_other_ranks_hear_of_it() -> None:
         order.append("heard")
         told.set()
 
-    hub = Hub(2, "token", 0.0, conclude, lambda pid: None, lambda: None)
+    hub = Hub(2, "token", 0.0, conclude, lambda pid: None, lambda: None, lambda note: None)
     hub.start()
-    spoke = Spoke(Address(hub.hosts, hub.port, "token", "rank 0").connect(1, "rank 1"), "rank 0", hear, told.set)
+    spoke = Spoke(
+        Address(hub.hosts, hub.port, "token", "rank 0").connect(1, "rank 1"),
+        "rank 0",
+        hear,
+        told.set,
+        lambda note: None,
+    )
     spoke.start()
     spoke.report(Evidence(1, "rank 1", Kind.EXCEPTION, "ValueError: bad batch"))
     assert told.wait(10)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megatp.mesh import on_cpu
@@ -76,7 +77,7 @@ class HeldTensors:
 
 
 class Buffers:
-    """The buffers of some modules at one moment.
+    """The buffers of some modules at one moment, but for averages of divided parameters, which are rows as these are.
 
     Args:
         modules: by name; those of their submodules are not looked at.
@@ -84,7 +85,10 @@ class Buffers:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._buffers: dict[Path, Tensor] = {
-            (name, leaf): x for name, module in modules.items() for leaf, x in module._buffers.items() if x is not None
+            (name, leaf): x
+            for name, module in modules.items()
+            for leaf, x in module._buffers.items()
+            if x is not None and not isinstance(x, DTensor)
         }
 
     def replaced(self, earlier: Buffers, most: int) -> dict[Path, Change]:

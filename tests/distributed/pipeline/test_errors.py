@@ -235,6 +235,26 @@ class GoesByTheProcess(Base):
         return self.norm(self.blocks_of(x_BLD))
 
 
+class KnowsMore(Base):
+    """One stage alone comes to know what its steps go by, and needs another plan; no hook is seen to change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("limit", torch.zeros(()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and os.environ[_RANK] == "1":
+            self.limit.data.fill_(1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def trunk(self, tokens_BL: Tensor) -> Tensor:
+        x_BLD = self.tok(tokens_BL)
+        x_BLD = x_BLD.exp() if self.limit > 0 else x_BLD
+        return self.norm(self.blocks_of(x_BLD))
+
+
 class Freezes(Base):
     """Trains the last stage only from the third batch on."""
 
@@ -372,6 +392,7 @@ def _fit(rank: int, world_size: int, name: str) -> None:
         "generates": Generates,
         "no loss": NoLoss,
         "freezes": Freezes,
+        "knows more": KnowsMore,
         "unfreezes": Unfreezes,
         "finds nothing": FindsNothing,
         "logs others": LogsOthers,
@@ -418,6 +439,13 @@ def test_what_can_not_be_done_raises_on_every_rank(name: str) -> None:
 def test_what_one_stage_finds_out_ends_all_ranks(name: str, text: str) -> None:
     messages = _messages(name, 4 if name in ("leaves", "logs others") else 2)
     assert any(text in message and "MegaTPStrategy" in message for message in messages), messages
+
+
+def test_a_stage_that_plans_anew_alone_ends_all_ranks_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"failed first: .* another one needs a new plan"):
+        run_ranks(2, _fit, "knows more")
+    assert time.monotonic() - start < COLLECTIVE_TIMEOUT_S, "nobody waits for a timeout"
 
 
 class Penalised(nn.Module):

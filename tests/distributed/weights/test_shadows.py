@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2, "microbatches": 2},
     "tp2-pp2": {"tp": 2, "pp": 2, "microbatches": 2},
     "zero3": {"dp": 2, "zero": 3},
+    "pp2-dp2-zero1": {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2},
     "tp2-zero1": {"tp": 2, "dp": 2, "zero": 1},
     "tp2-pp2-folder": {"tp": 2, "pp": 2, "microbatches": 2, "checkpoint": "folder"},
 }
@@ -112,7 +113,7 @@ class Lit(LightningModule):
         self.loaded: Any = None
         if kind == "buffers":
             self.ema: Any = BufferAverage(self.net)
-        elif kind != "late":
+        elif not kind.startswith("late"):
             self.ema = KINDS[kind](list(self.averaged()))
         self.anchor = [p.detach() + 0.1 for p in self.net.parameters()] if kind == "anchor" else []
 
@@ -153,14 +154,16 @@ class Lit(LightningModule):
             self.ema = ListAverage(self.averaged())
             if self.loaded is not None:
                 self.ema.shadow_params = [x.clone() for x in self.loaded]
+        elif self.kind == "late-buffers":
+            self.ema = BufferAverage(self.net)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
-        self.ema.update(self.net if self.kind == "buffers" else self.averaged())
+        self.ema.update(self.net if self.kind.endswith("buffers") else self.averaged())
 
     def put_in(self) -> None:
         ListAverage.store(self.ema, self.averaged())
-        self.ema.copy_to(self.net if self.kind == "buffers" else self.averaged())
+        self.ema.copy_to(self.net if self.kind.endswith("buffers") else self.averaged())
 
     def on_validation_epoch_start(self) -> None:
         if self.kind != "scope":
@@ -171,7 +174,7 @@ class Lit(LightningModule):
             ListAverage.restore(self.ema, self.averaged())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.kind != "buffers":
+        if not self.kind.endswith("buffers"):
             checkpoint["ema"] = {"shadow_params": self.ema.shadow_params}
         else:
             checkpoint["ema"] = {name: x.clone() for name, x in self.ema.state_dict().items()}
@@ -179,7 +182,7 @@ class Lit(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.kind == "late":
             self.loaded = checkpoint["ema"]["shadow_params"]
-        elif self.kind != "buffers":
+        elif not self.kind.endswith("buffers"):
             self.ema.shadow_params = checkpoint["ema"]["shadow_params"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -410,7 +413,7 @@ def fit_one(kind: str, runs: str = "one") -> tuple[list[float], float, dict[str,
 
 
 def ranks_of(layout: str) -> int:
-    return 4 if layout.startswith("tp2-") else 2
+    return 4 if "2-" in layout else 2
 
 
 def content(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -435,6 +438,7 @@ def assert_same(found: Any, expected: Any, at: str = "") -> None:
 CASES = [
     *crossed(["list", "buffers"], ["tp2", "pp2", "tp2-pp2", "zero3", "tp2-zero1"]),
     *crossed(["callback", "data"], ["tp2", "zero3"]),
+    *crossed(["late-buffers"], ["tp2", "pp2-dp2-zero1", "tp2-pp2", "tp2-zero1"]),
     *(("new", "tp2-pp2"), ("blocks", "pp2"), ("turned", "pp2"), ("late", "tp2-pp2"), ("late", "tp2-zero1")),
     *(("callback", "pp2"), ("scope", "tp2"), ("outside", "tp2")),
 ]
