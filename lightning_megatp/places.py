@@ -43,6 +43,16 @@ class Place:
         return found
 
 
+def buffer_at(module: nn.Module, name: str) -> Place | None:
+    """The place of a buffer, by its name; None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        holder = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return Place(holder, "_buffers", leaf) if leaf in holder._buffers else None
+
+
 def changeable(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
     """The places of one module's tensors that may change, without its submodules', and what is there."""
     for holder, tensors in (("_buffers", module._buffers), ("_parameters", module._parameters), ("", vars(module))):

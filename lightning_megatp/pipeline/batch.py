@@ -19,7 +19,7 @@ from lightning_megatp.pipeline.block_check import BlockCheck
 from lightning_megatp.pipeline.carried import CarriedState, OwnNumbers
 from lightning_megatp.pipeline.loss.averages import Averages
 from lightning_megatp.pipeline.loss.early import EarlyTerms
-from lightning_megatp.pipeline.own_values import OwnValues
+from lightning_megatp.pipeline.own_values import OwnValues, explaining_changes
 from lightning_megatp.pipeline.remote.calls import RemoteCalls
 from lightning_megatp.pipeline.results import Results, Step, loss_of
 from lightning_megatp.pipeline.seeds import mixed
@@ -30,6 +30,7 @@ from lightning_megatp.pipeline.slicing.slicer import Slicer, StageRun
 from lightning_megatp.pipeline.tail_check import TailCheck
 from lightning_megatp.pipeline.told.logs import Logs
 from lightning_megatp.pipeline.whole_loss import WholeLoss
+from lightning_megatp.places import buffer_at
 from lightning_megatp.random_states import seeded
 from lightning_megatp.shim.compiler import is_compiled
 from lightning_megatp.snapshots.leftovers import Path, PlainValues
@@ -178,7 +179,9 @@ class BatchRun:
             if self.blocks is not None:
                 stack.enter_context(self.blocks.noting(microbatch))
             if self.own_values is not None:
-                stack.enter_context(self.own_values.forward(stage))
+                names = [name for name, on in self.plans[microbatch].changed.items() if on == stage]
+                places = map(functools.partial(buffer_at, self.parallel.module), names)
+                stack.enter_context(self.own_values.forward(stage, list(filter(None, places))))
             if self.carried is not None:
                 samples = batch_size(self.microbatches[microbatch]) or 1
                 stack.enter_context(self.carried.watching(microbatch, samples))
@@ -376,7 +379,8 @@ class BatchRun:
         learns = {} if self.part is None else self.plans[microbatch].part.learns
         with self.part.learning(learns) if self.part is not None and learns else contextlib.nullcontext():
             self._before_backward(stage, microbatch)
-            with self.parallel.user_code():  # activation checkpointing runs the user's forward again
+            # activation checkpointing runs the user's forward again
+            with explaining_changes(self.plans, stage), self.parallel.user_code():
                 yield
 
     def _before_backward(self, stage: int, microbatch: int) -> None:

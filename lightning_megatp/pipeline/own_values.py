@@ -10,19 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatp.origins import is_torchs
+from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.places import Place, changeable, copy_of, is_same
 from lightning_megatp.shim.compiler import is_compiled
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS: tuple[type[nn.Module], ...] = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 """Of torch, which change running statistics in their forward."""
+
+
+@contextlib.contextmanager
+def explaining_changes(plans: Sequence[SlicePlan], stage: int) -> Iterator[None]:
+    """Around a backward: explain what it says of tensors that were changed in place.
+
+    Args:
+        plans: of the batch's microbatches.
+        stage: whose backward it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if len(plans) == 1 or "modified by an inplace operation" not in str(error):
+            raise
+        changed = dict.fromkeys(name for plan in plans for name, on in plan.changed.items() if on == stage)
+        names = ", ".join(f"`{name}`" for name in changed)
+        raise RuntimeError(
+            "MegaTPStrategy: backward needs a tensor that was changed in place since the forward of its microbatch."
+            f" With pp > 1 forwards of other microbatches lie in between, here of {len(plans)}"
+            f"{f', and the step changes {names}' if names else ''}. Change it in `on_train_batch_start`, assign a new"
+            f" tensor instead (`x = x * 0.9`), or use microbatches=1. torch says: {error}"
+        ) from error
 
 
 class OwnValues:
@@ -61,9 +85,14 @@ class OwnValues:
             self._put_back()
 
     @contextlib.contextmanager
-    def forward(self, stage: int) -> Iterator[None]:
-        """Around a stage's forward of a microbatch."""
-        self._renew(self._changing[stage])
+    def forward(self, stage: int, changed: Sequence[Place] = ()) -> Iterator[None]:
+        """Around a stage's forward of a microbatch.
+
+        Args:
+            changed: by the step itself, between units; those in units count.
+        """
+        own = set(map(id, self._modules[stage])) if changed else ()
+        self._renew(dict.fromkeys([*self._changing[stage], *(place for place in changed if id(place.module) in own)]))
         before = dict(itertools.chain(*map(changeable, self._modules[stage]))) if self._looks else {}
         copies = {id(x): copy_of(x) for x in before.values()}
         yield
@@ -98,7 +127,7 @@ class OwnValues:
         places = ((x, x.value) for x in itertools.chain(*self._changing.values()))
         return [x for x, value in places if value is not None and value.is_floating_point()]
 
-    def _renew(self, places: Sequence[Place]) -> None:
+    def _renew(self, places: Iterable[Place]) -> None:
         copies: dict[int, Tensor] = {}
         """id -> copy, of which several places may have one."""
         for place in places:
