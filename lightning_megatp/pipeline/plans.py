@@ -135,6 +135,17 @@ class Plans:
                 " microbatches=1.",
             )
 
+    def _warn_of_hooks(self, plan: SlicePlan) -> None:
+        names = self._slicer.keeping_hooks(plan)
+        if names:
+            of = f"`{names[0]}`" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+            self._say_once(
+                "hooks",
+                f"a forward hook on {of} keeps what it sees. With pp > 1 it is called once for each microbatch, on the"
+                " block's own stage: what it keeps of other stages' blocks is not on global rank 0, which logs. Put it"
+                " together by `all_gather_object` in a callback, or return it from the block and log it in the step.",
+            )
+
     def _say_once(self, what: str, text: str) -> None:
         if what not in self._of_rows_said:
             self._of_rows_said.add(what)
@@ -211,6 +222,8 @@ class Plans:
         self._agree(plans)
         for plan in plans:
             self._lend(plan)
+        if kind is StepKind.TRAIN:
+            self._warn_of_hooks(plans[0])
         return plans
 
     @contextlib.contextmanager

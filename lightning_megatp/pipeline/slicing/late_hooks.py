@@ -8,9 +8,12 @@ on all stages: the unit also returns what they would have been given, so that it
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -58,6 +61,17 @@ class UserHooks:
             if not is_frameworks(without_arguments(hook.call), "transformers")
         ]
 
+    def keeping(self, units: Iterable[str], handed_on: Collection[Any]) -> list[str]:
+        """The modules with hooks that keep what they see, for later than the step.
+
+        Args:
+            units: whose hooks.
+            handed_on: codes of those that keep it for the step.
+        """
+        names = {id(x): name for name, x in self._module.named_modules()}
+        hooks = (hook for unit in units for hook in self.of(unit) if hook.code not in handed_on and keeps(hook.code))
+        return list(dict.fromkeys(names[id(hook.module)] for hook in hooks))
+
     def late(self, unit: str, codes: Collection[Any]) -> LateCalls:
         """The calls, after a unit, of its hooks with one of these codes."""
         return LateCalls([hook for hook in self.of(unit) if hook.code in codes] if codes else [])
@@ -98,6 +112,23 @@ class LateCalls:
         with replaced(self.hooks, [functools.partial(note, i) for i in range(len(self.hooks))]):
             out = function(*args, **kwargs)
         return out, tree_map(gathered, given)
+
+
+def keeps(code: Any) -> bool:
+    """Whether a hook looks like one that keeps what it sees, as its code says: it adds to a container, or sets
+    something and returns nothing."""
+    if not isinstance(code, CodeType):
+        return False
+    if not _ADDS.isdisjoint(code.co_names):
+        return True
+    steps = list(dis.get_instructions(code))
+    returns = [before for before, at in itertools.pairwise(steps) if at.opname == "RETURN_VALUE"]
+    sets = any(step.opname in _SETS for step in steps)
+    return sets and all(step.opname == "LOAD_CONST" and step.argval is None for step in returns)
+
+
+_ADDS = frozenset({"append", "appendleft", "extend", "setdefault", "update"})
+_SETS = frozenset({"STORE_SUBSCR", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
 
 
 @contextlib.contextmanager

@@ -418,6 +418,10 @@ class Slicer:
         with self.batch(), self._switch.to(mode):
             yield
 
+    def keeping_hooks(self, plan: SlicePlan) -> list[str]:
+        """The modules of units with forward hooks of the user's that keep what they see, and not for the step."""
+        return self._around.hooks.keeping(self._around.stage_of_unit, plan.late_hooks)
+
     def calls_decided_by(self, mode: Decides) -> contextlib.AbstractContextManager[None]:
         """Let somebody else decide about calls of units and metrics, outside of steps."""
         return self._switch.to(mode)

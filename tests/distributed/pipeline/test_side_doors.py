@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +150,35 @@ class Hooked(Model):
         return sum(found[1:], start=found[0])
 
 
+class Looks(Model):
+    """Its hooks are for nobody's step."""
+
+    def setup_habit(self) -> None:
+        for i, block in enumerate(self.net.blocks):
+            match self.habit:
+                case "keeps":
+                    block.fc1.register_forward_hook(functools.partial(keep, self.kept, str(i)))
+                case "counts":
+                    block.register_forward_hook(self.count)
+                case "changes":
+                    block.register_forward_hook(self.change)
+
+    def count(self, *args: Any) -> None:
+        self.norms = [*self.norms, 1.0]
+
+    def change(self, module: nn.Module, given: Any, out: Tensor) -> Tensor:
+        self.factor = 1.5
+        return out * self.factor
+
+
+def _looking(layout: Layout, habit: str) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        train_on_microbatches(layout, Looks(habit).double(), functools.partial(_loader, layout), ROWS)
+    return "\n".join(str(x.message) for x in caught)
+
+
 class PutsBack(Model):
     """It sets something for the forward, and puts it back."""
 
@@ -237,6 +267,13 @@ def _compare(layout: Layout, kind: Callable[[str], Model], habit: str, options: 
     for _, saved in runs:
         for name, value in state.items():
             torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("habit", "name"), [("keeps", "blocks.0.fc1"), ("counts", "blocks.0"), ("changes", None)])
+def test_hooks_that_keep_what_other_stages_do_not_see_are_named(habit: str, name: str | None) -> None:
+    said, _ = run_program(Layout(pp=2), _looking, habit)
+    assert (f"a forward hook on `net.{name}` (and 3 more) keeps what it sees" in said) == (name is not None)
+    assert "forward hook" not in run_program(PLAIN, _looking, habit)[0]
 
 
 HOOKED = [
