@@ -161,8 +161,11 @@ class Plans:
         key = id(plans[0]), signature
         if key not in self._whole:
             made = None
-            with contextlib.suppress(Exception), self._planning():  # nobody asked for it
-                made = self._slicer.plan_with_tail(plans[0], step, batch, seed)
+            try:
+                with self._planning():
+                    made = self._slicer.plan_with_tail(plans[0], step, batch, seed)
+            except Exception as error:  # nobody asked for it
+                self._say_once("whole", _not_compared(error))
             self._whole[key] = plans[0], made
         return self._whole[key][1]
 
@@ -340,6 +343,15 @@ def _first_difference(did: Sequence[Sequence[tuple[str, str]]]) -> str:
             does = ", ".join(f"pp rank {r} does {text}" for r, text in first)
             return f": {does}{'' if len(first) > 1 else ', another one does not'}"
     return ""
+
+
+def _not_compared(error: Exception) -> str:
+    why = str(error).removeprefix("MegaTPStrategy: ").split(". ")[0].rstrip(".")
+    return (
+        "the batch can't be compared with what one device makes of it, since the step can't be planned for all of its"
+        f" samples at once: {why}. If blocks or the loss compute something over the samples of a batch (a norm, a"
+        " contrast), each microbatch has its own, and no warning will say so."
+    )
 
 
 def _stale(name: str, changed_on: int, used_on: set[int]) -> str:

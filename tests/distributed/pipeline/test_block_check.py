@@ -389,3 +389,24 @@ def _fit_pair(layout: Layout, way: str) -> list[str]:
 def test_steps_that_optimize_by_hand_are_looked_at_too() -> None:
     assert len([x for texts in run_program(PP2, _fit_pair, "statistic: deviation") for x in texts]) == 1
     assert run_program(PP2, _fit_pair, "apart: attention") == [[], []]
+
+
+class Narrow(Lit):
+    """Takes no more samples than a microbatch has."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if len(batch[0]) > 4:
+            raise ValueError("too many samples")
+        return super().training_step(batch, batch_idx)
+
+
+def _narrow(layout: Layout) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Narrow("statistic: mean"), _loader(8))
+    return [str(w.message) for w in caught if "can't be compared" in str(w.message)]
+
+
+def test_what_can_not_be_tried_is_said_once() -> None:
+    texts = [text for texts in run_program(PP2, _narrow) for text in texts]
+    assert len(texts) == 1 and "planned for all of its samples at once: too many samples. If blocks" in texts[0]
