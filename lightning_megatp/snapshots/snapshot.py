@@ -88,14 +88,14 @@ class Snapshot:
         """What hangs on the owner now and did not before."""
         return [x for holder in self._found() for x in _tensors(holder) if id(x) not in self.tensors]
 
-    def replaced_tensors(self) -> list[tuple[str, Tensor]]:
-        """Attributes and entries that were tensors and now are others: name, and the tensor before."""
+    def replaced_tensors(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Attributes and entries that were tensors and now are others: name, and the tensors before and now."""
         found = []
         for holder, before in self._holders:
             if isinstance(before, dict):
                 pairs = [(str(key), x, holder.get(key)) for key, x in before.items()]
                 found += [(key, x, y) for key, x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
-        return [(key, x) for key, x, y in found if x is not y]
+        return [entry for entry in found if entry[1] is not entry[2]]
 
     def _found(self) -> list[Any]:
         return holders_of(self._owners)

@@ -161,6 +161,8 @@ SHAPE_ONLY = operation_names(
 )
 """They read nothing but the shape and dtype of their tensors: replicated, whatever stage those are of."""
 
+CONVERSIONS = operation_names("to type_as type float double half bfloat16 cpu cuda")
+"""Give the same values in another dtype, or elsewhere."""
 LIKE_ANOTHER = operation_names("to type_as expand_as view_as reshape_as")
 """They read nothing but that of any tensor after the first: a replicated mask stays so in `mask.to(hidden)`."""
 _SETS_GRADIENT = torch.Tensor.grad.__set__  # type: ignore[union-attr]

@@ -55,8 +55,9 @@ class Keeps(LightningModule):
         super().__init__()
         self.habit = habit
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
-        if habit in ("of_a_block", "for_backward"):
+        if habit in ("of_a_block", "converted", "for_backward"):
             self.blocks[0][0] = Scaled(habit == "for_backward")  # type: ignore[index]
+        self.low = torch.full((WIDTH,), 0.5, dtype=torch.float32)
         self.table = torch.ones(WIDTH, dtype=torch.float64)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -74,7 +75,11 @@ class Keeps(LightningModule):
         if self.habit == "lists_early":  # which a stage can do only if it knows of other stages' parameters
             self.calls += 1
             return x_BD if self.calls < 6 else x_BD * next(self.blocks[3].parameters()).dim()
-        if self.habit in ("of_a_block", "for_backward"):  # in the middle of the first batch, and of the second
+        if self.habit in (
+            "of_a_block",
+            "converted",
+            "for_backward",
+        ):  # in the middle of the first batch, and of the second
             self.calls += 1
             if self.calls in (2, 7):
                 self.blocks[0][0].its_scale.add_(1)  # type: ignore[index, operator, union-attr]
@@ -85,6 +90,9 @@ class Keeps(LightningModule):
         if self.habit == "by_a_view":
             self.mean[: WIDTH // 2] += x_BD.mean(0)[: WIDTH // 2]
             return x_BD - self.mean
+        if self.habit == "converted":  # as super-resolution networks do it with the means of colours
+            self.low = self.low.type_as(x_BD)
+            return x_BD * self.low
         if self.habit == "attribute":
             self.table.mul_(0.9)
             return x_BD * self.table
@@ -97,6 +105,8 @@ class Keeps(LightningModule):
         if self.habit == "counts_late":
             self.calls += 1
             return loss * (1 + 1 / self.calls)
+        if self.habit == "converted":
+            return loss + F.mse_loss(h_BD + self.low, x_BD)
         if self.habit == "reads_late":
             self.calls += 1
             return loss if self.calls.item() < 6 else loss * 0.5
@@ -135,7 +145,16 @@ def _keeping(layout: Layout, habit: str, root: str) -> tuple[list[float], dict[s
     return losses, torch.load(path)["state_dict"], {**dict(module.named_buffers()), "table": module.table}
 
 
-EARLY = ["counts_early", "reads_early", "lists_early", "of_a_block", "normalizes", "by_a_view", "attribute"]
+EARLY = [
+    "counts_early",
+    "reads_early",
+    "lists_early",
+    "of_a_block",
+    "converted",
+    "normalizes",
+    "by_a_view",
+    "attribute",
+]
 LATE = ["counts_late", "reads_late", "weighs", "queue", "queue_of_samples"]
 
 

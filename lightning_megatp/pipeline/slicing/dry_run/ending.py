@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Provenance
@@ -13,7 +15,7 @@ from lightning_megatp.pipeline.slicing.dry_run.refusals import refuse_stand_in
 from lightning_megatp.pipeline.slicing.dry_run.stage_states import StageStates
 from lightning_megatp.pipeline.slicing.dry_run.values import Value, Values
 from lightning_megatp.pipeline.slicing.errors import SliceError
-from lightning_megatp.pipeline.slicing.operations import NeedsValues, StepEnded
+from lightning_megatp.pipeline.slicing.operations import CONVERSIONS, NeedsValues, StepEnded
 from lightning_megatp.snapshots.snapshot import Snapshot
 
 
@@ -63,15 +65,24 @@ class Ending:
                     " make it a parameter of a module."
                 )
             self._values.use(value, self._stage, "an attribute set by the step")
-        for name, before in snapshot.replaced_tensors():
+        for name, before, now in snapshot.replaced_tensors():
             users = self._values.uses.get(id(before), set()) - {self._stage}
-            if users and id(before) not in self._states.of_each:
+            if users and id(before) not in self._states.of_each and not self._is_converted(before, now):
                 raise SliceError(
                     f"the step sets `{name}` anew, and pipeline stages other than the last read it, which would not see"
                     " that. Keep what reads it on the last stage, or update it in the forward of a module that is in a"
                     " unit together with what reads it."
                 )
         return left
+
+    def _is_converted(self, before: Tensor, now: Tensor) -> bool:
+        """Whether a tensor is the one before in another dtype or on another device: a stage that doesn't see that has
+        what comes to the same once it is converted there."""
+        value = self._values.get(now)
+        if value is None or value.stage is not None or value.made_at is None:
+            return False
+        made_by = self._record.operations[value.made_at.operation]
+        return made_by.name in CONVERSIONS and value.origins == {id(before)}
 
     def end_at(self, call: Call, error: NeedsValues) -> NoReturn:
         """Leave the step at an operation of the last stage, which needs values.

@@ -98,5 +98,5 @@ def _has_tables_alone(owner: Any, before: Snapshot, alike: ByTensor[Lineage], la
         return False
     own = owner.buffers(recurse=False) if isinstance(owner, nn.Module) else ()
     left = [alike[x] for x in (*new, *own) if x in alike]
-    replaced = {id(x) for _, x in before.replaced_tensors()}
+    replaced = {id(x) for _, x, _ in before.replaced_tensors()}
     return bool(left) and not any(replaced & lineage.origins or (lasts and lineage.of_batch) for lineage in left)
