@@ -21,6 +21,10 @@ from lightning_megatp.pipeline.told.logs import Call
 from lightning_megatp.pipeline.whole_loss import WholeLoss
 
 
+class IfItDiffers(str):
+    """A reason that the numbers settle: where one device's loss is the same, there is nothing to say."""
+
+
 class Finding(NamedTuple):
     """Something to be said once."""
 
@@ -132,6 +136,8 @@ class TailCheck:
         above = "" if whole.dtype == torch.float64 or float(whole) == float(loss) else f" above {_ROUNDING:.1%}"
         end = numbers if differs else f"For this batch it makes no difference{above}."
         (known, text), *others = reasons
+        if isinstance(text, IfItDiffers) and not differs and float(whole) != 0:
+            return others
         return [Finding(known, f"{text} {end}"), *others]
 
     def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Sequence[Finding]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_megatp.pipeline.loss.averages import Averages, scalar
 from lightning_megatp.pipeline.loss.made import Average, Made
+from lightning_megatp.pipeline.tail_check import IfItDiffers
 
 
 @dataclass
@@ -235,7 +236,7 @@ class BatchLoss:
                 " `loss_weight(self, batch)` on the LightningModule return the number of samples."
             )
         if (number := self._constant(known, [self.rows[i] for i in counted])) is not None:
-            return (
+            return IfItDiffers(
                 f"the step divides a sum over its samples by {number:g} in every microbatch, which by their shapes is"
                 " no number of what it has added up. The batch's loss is the mean of the microbatches'. If one device"
                 f" divides the whole batch by {number:g}, too, its loss is {len(made)} times as large: divide by what a"
