@@ -125,11 +125,11 @@ SAME: dict[str, Loss] = {
         2 * F.mse_loss(y[m], t[m], reduction="sum") - 0.3 * F.cross_entropy(y[:, 0], _classes(t)[:, 0], reduction="sum")
     ),
     "sum / rows": lambda y, t, m: _squares(y, t).sum() / len(y),
-    "sum of marked / all": lambda y, t, m: _squares(y, t)[m].sum() / (y.shape[0] * y.shape[1]),
     "of rows": lambda y, t, m: ((_squares(y, t) * m).sum(1) / m.sum(1).clamp(min=1)).mean(),
     "of the same": lambda y, t, m: (
         (_squares(y, t) * m).sum() / m.sum() + 0.5 * (_entropies(y, t) * m).sum() / m.sum() + F.l1_loss(y[m], t[m])
     ),
+    "sum of marked / all": lambda y, t, m: _squares(y, t)[m].sum() / (y.shape[0] * y.shape[1]),
     "stacked": lambda y, t, m: torch.stack([F.mse_loss(y[m], t[m]), F.l1_loss(y[m], t[m])]).mean(),
     "summed": lambda y, t, m: sum([F.mse_loss(y[m], t[m]), F.l1_loss(y[m], t[m])]) / 2,  # type: ignore[return-value]
     "in place": _in_place,
