@@ -134,7 +134,7 @@ class TailCheck:
             return [Finding(("loss",), _LOSS.format(*_texts(whole, loss), len(self.kept)))] if differs else []
         numbers = "This batch's is {}, and on one device {}.".format(*_texts(loss, whole))
         above = "" if whole.dtype == torch.float64 or float(whole) == float(loss) else f" above {_ROUNDING:.1%}"
-        end = numbers if differs else f"For this batch it makes no difference{above}."
+        end = numbers if differs else f"For this batch the losses are the same{above}; gradients may not be."
         (known, text), *others = reasons
         if isinstance(text, IfItDiffers) and not differs and float(whole) != 0:
             return others

@@ -225,7 +225,7 @@ def test_reasons_that_are_known_are_given_the_numbers() -> None:
         first, of_microbatches = expected[name][0][0], found[0][name][0][0]
         assert len(texts) == 1, (name, texts)
         if first == pytest.approx(of_microbatches):
-            assert texts[0].endswith("For this batch it makes no difference.")
+            assert texts[0].endswith("For this batch the losses are the same; gradients may not be.")
         else:
             assert texts[0].endswith(f"This batch's is {of_microbatches:.4g}, and on one device {first:.4g}.")
     assert expected["a root of ones"][0] == pytest.approx(found[0]["a root of ones"][0])
