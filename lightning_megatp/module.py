@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatp.averaged_buffers import Versions
+from lightning_megatp.batches.own import own_split, own_weight
 from lightning_megatp.default_group import DefaultGroup
 from lightning_megatp.messages import is_explained, warn_once_per_run
 from lightning_megatp.parallel_parameters import ParallelParameters
@@ -89,6 +91,16 @@ class ParallelModule(ParallelParameters):
         """The user's on modules that were split before."""
         self.uncompiled = False
         """Whether compiled code runs as it was written: so it does in steps whose operations are looked at."""
+
+    @functools.cached_property
+    def split_batch(self) -> Callable[[Any, int], Any] | None:
+        """How the user's module divides a batch into microbatches, if it says so."""
+        return own_split(self.module)
+
+    @functools.cached_property
+    def loss_weight(self) -> Callable[[Any], Any] | None:
+        """What a microbatch weighs, if the user's module says so."""
+        return own_weight(self.module)
 
     @contextlib.contextmanager
     def parts_expected(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_megatp.batches.example import Example
+from lightning_megatp.batches.own import own_split
 from lightning_megatp.batches.split import split_batch
 from lightning_megatp.plan.parallel_plan import ParallelPlan
 from lightning_megatp.planner.formula import rehearse_or_estimate
@@ -57,7 +58,7 @@ def print_estimate(strategy: Any, trainer: Any, plan: ParallelPlan, problems: Se
     try:
         batch = getattr(module, "megatp_batch", None)
         batch = Example(trainer, precision, rows=None).batch if batch is None else batch
-        split = getattr(module, "split_batch", split_batch)
+        split = own_split(module) or split_batch
         microbatch = split(batch, layout.microbatches)[0] if layout.pp > 1 else batch
         rehearse_this = functools.partial(
             rehearse_or_estimate, module.train(), strategy.parallelism, plan, microbatch,

@@ -144,7 +144,7 @@ class BatchRun:
     def results(self) -> Results:
         """What the steps come to, on the last stage."""
         batches = self.microbatches if self.whole is None else [self.whole.batch]
-        weight = getattr(self.parallel.module, "loss_weight", None)
+        weight = self.parallel.loss_weight
         return Results(batches, self.device, weight, self.reduces_each, self.loss_units, self.warns)
 
     @functools.cached_property

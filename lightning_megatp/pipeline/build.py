@@ -234,7 +234,7 @@ def check_batches(parallel: ParallelModule, options: PipelineOptions, example: E
         ValueError: see `split.check_dense`, `check_rows` and `check_columns`.
     """
     check_dense(example.batch)
-    if options.microbatches != 1 and not hasattr(parallel.module, "split_batch"):
+    if options.microbatches != 1 and parallel.split_batch is None:
         batches = example.of_samples(2, 3)
         check_rows(batches)
         if example.batch is not None:

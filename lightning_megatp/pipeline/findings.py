@@ -87,7 +87,7 @@ class Findings:
         if not self._mesh.is_last_stage or self._slicer.tail:
             return None
         check = None
-        orders = hasattr(self._parallel.module, "split_batch")
+        orders = self._parallel.split_batch is not None
         if len(plans) > 1 and (not orders or has_order(batch, microbatches)):
             whole = self._plans.of_whole(step, batch, plans, seed)
             coupled = "" if whole is None else whole.couples

@@ -125,7 +125,7 @@ class Pipeline:
         microbatches weigh has to be known before, and backwards have to leave no gradients for later."""
         if self.sharding is None or self.sharding.options.level < 2:
             return False
-        return hasattr(self.parallel.module, "loss_weight") and not self._schedule(True, 1).defers_weights
+        return self.parallel.loss_weight is not None and not self._schedule(True, 1).defers_weights
 
     @property
     def is_last(self) -> bool:
@@ -360,8 +360,7 @@ class Pipeline:
         return microbatches
 
     def _split(self, batch: Any, most: int) -> Sequence[Any]:
-        own_split = getattr(self.parallel.module, "split_batch", None)
-        microbatches = (own_split or split_batch)(batch, most)
+        microbatches = (self.parallel.split_batch or split_batch)(batch, most)
         if not isinstance(microbatches, Sequence) or not len(microbatches):
             raise ValueError("MegaTPStrategy: `split_batch` has to return a list of at least one microbatch.")
         return microbatches
@@ -379,7 +378,7 @@ class Pipeline:
             plans = self.plans.of(kind, step, [*microbatches, *([batch] if self.slicer.tail else [])], seed)
         self.last_stage.expect(plans or ())
         whole = WholeLoss.of(batch, plans) if plans and self.slicer.tail else None
-        if whole is not None and hasattr(self.parallel.module, "split_batch"):
+        if whole is not None and self.parallel.split_batch is not None:
             check_order(batch, microbatches)
         trains = kind is StepKind.TRAIN
         looks = self.begin_training() if trains else kind not in self._evaluated

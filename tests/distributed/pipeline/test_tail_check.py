@@ -108,7 +108,7 @@ def _data() -> DataLoader:
 
 
 def _said(caught: list[warnings.WarningMessage]) -> list[str]:
-    words = "on one device than its", "on one device, and", "and on one device", "no difference"
+    words = "on one device than its", "on one device, and", "and on one device", "losses are the same"
     return [str(w.message) for w in caught if any(x in str(w.message) for x in words)]
 
 
