@@ -21,6 +21,7 @@ from lightning_megatp.checkpoint.contents import (
     state_spec,
 )
 from lightning_megatp.checkpoint.folder import Folder
+from lightning_megatp.checkpoint.stages import held_entries
 from lightning_megatp.containers import parameters_of
 from lightning_megatp.mesh import ParallelMesh
 from lightning_megatp.messages import with_article
@@ -176,7 +177,7 @@ def load_sharded_model(
     Communication: one object all-gather over the world.
     """
     with together(f"the model was not loaded from {folder.path}"):
-        state = module.state_dict()
+        state = held_entries(module.state_dict())
         specs = {x.name: (x.spec, x.tensor.dtype) for x in model_entries(state, parallel)}
         known = set(state) | set(parallel.order)
         saved = {name.removeprefix(MODEL) for name in folder.tensors if name.startswith(MODEL)} | set(others)

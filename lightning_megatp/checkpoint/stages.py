@@ -16,6 +16,7 @@ from lightning_megatp.checkpoint.contents import group_names, numbered_groups
 from lightning_megatp.checkpoint.full import local_state_dict
 from lightning_megatp.mesh import ParallelMesh, on_cpu
 from lightning_megatp.module import ParallelModule
+from lightning_megatp.shim.fakes import is_fake
 
 
 def gather_state_dict(state: dict[str, Any], parallel: ParallelModule, mesh: ParallelMesh) -> dict[str, Any]:
@@ -35,10 +36,16 @@ def gather_state_dict(state: dict[str, Any], parallel: ParallelModule, mesh: Par
     return known | {name: value for name, value in merged.items() if name not in known}
 
 
+def held_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict without what stands for other stages' parameters. Modules that put their own into it (PyTorch
+    Geometric's `Linear`) don't leave these out by themselves."""
+    return {name: value for name, value in state.items() if not is_fake(value)}
+
+
 def own_state_dict(state: Mapping[str, Any], parallel: ParallelModule) -> dict[str, Any]:
     """What this stage has of a whole state dict; names that no stage knows stay, so that loading reports them."""
     with parallel.parts_expected():
-        own = parallel.module.state_dict(keep_vars=True).keys()
+        own = held_entries(parallel.module.state_dict(keep_vars=True)).keys()
     elsewhere = set(parallel.order) - set(own)
     return {name: value for name, value in state.items() if name not in elsewhere}
 

@@ -27,7 +27,7 @@ from lightning_megatp.checkpoint.sharded import (
     split_content,
 )
 from lightning_megatp.checkpoint.single import durable_checkpoint_io
-from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict
+from lightning_megatp.checkpoint.stages import gather_optimizer_state, gather_state_dict, held_entries
 from lightning_megatp.detour import Detour, end_all
 from lightning_megatp.mesh import TALKING
 from lightning_megatp.messages import warn_once_per_run
@@ -213,7 +213,8 @@ class CheckpointMethods(LoadingMethods):
         if self.pipeline is None:
             return state
         others = tuple(f"{unit}." for unit in self.pipeline.stage_of_unit.keys() - set(self.pipeline.own_units))
-        return {k: x for k, x in state.items() if not (k.endswith("_extra_state") and k.startswith(others))}
+        held = held_entries(state)
+        return {k: x for k, x in held.items() if not (k.endswith("_extra_state") and k.startswith(others))}
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """The whole, on global rank 0, of what this rank has of a state dict: the module's, or a callback's copy's."""

@@ -263,3 +263,47 @@ def test_averages_in_buffers_that_stages_keep_up(layout: Layout, tmp_path: Path)
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=name)
+
+
+class OwnEntries(nn.Module):
+    """Puts its parameters into a state dict by itself, as PyTorch Geometric's `Linear` does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, width) * 0.1), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, parameter in self._parameters.items():
+            destination[prefix + name] = parameter if keep_vars else parameter.detach()  # type: ignore[union-attr]
+
+
+class WithOwnEntries(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.own = OwnEntries(GPTConfig.hidden)
+            block.register_forward_hook(lambda block, _, y: y + block.own(y))
+
+
+def _with_own_entries(layout: Layout, path: str, checkpoint: str, resumed: str | None) -> None:
+    torch.manual_seed(3)
+    options = {"checkpoint": checkpoint} if layout.ranks > 1 else {}
+    trainer = make_trainer(layout, strategy=options, max_epochs=2 if resumed else 1)
+    trainer.fit(WithOwnEntries(), train_loader(layout, 2), ckpt_path=resumed)
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("checkpoint", ["file", "folder"])
+def test_modules_that_save_their_parameters_by_themselves(checkpoint: str, tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    for of, path in ((PLAIN, whole), (PP2, parts)):
+        run_program(of, _with_own_entries, f"{path}.ckpt", checkpoint, None)
+        run_program(of, _with_own_entries, f"{path}_on.ckpt", checkpoint, f"{path}.ckpt")
+    if checkpoint == "file":
+        expected, found = (torch.load(f"{x}_on.ckpt", weights_only=True)["state_dict"] for x in (whole, parts))
+        assert list(expected) == list(found)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-9, rtol=0, msg=name)
