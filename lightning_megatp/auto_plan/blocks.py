@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Block:
     """What each step that was tried out calls it with; none if they don't."""
     other_calls: list[Call] = field(default_factory=list)
     """Calls of blocks of its kind with other plain values (how deep it is, a flag), and tensors of the first call."""
+    least_dims: int = sys.maxsize
+    """How many dims the largest of the tensors that a call is given has, in the call where that are fewest."""
     stack: bool = False
     """Whether it is no block, but a stack of experts of the user's own, which is proven by itself."""
     counts: list[dict[str, int]] = field(default_factory=list)

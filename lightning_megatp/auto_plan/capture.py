@@ -98,6 +98,8 @@ class _Capture:
         if transforms_are_active():
             return forward(*args, **kwargs)
         given = _Given.of(args, kwargs)
+        dims = (x.dim() for x in given.leaves if isinstance(x, Tensor) and x.is_floating_point())
+        kind.least_dims = min(kind.least_dims, max(dims, default=0))
         if id(kind) not in self._known:
             kind.calls.append(Call(*tree_map(copied, (args, kwargs))))
             self._known[id(kind)] = _Known(given, kind.calls[-1])

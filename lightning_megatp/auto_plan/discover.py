@@ -238,6 +238,8 @@ def _spread(plan: ParallelPlan, result: BlockResult, model: nn.Module) -> list[s
     first = {id(child): plain_name(name) for name, child in reversed(list(model.named_modules(remove_duplicate=False)))}
     whole = {plain_name(name): child for name, child in model.named_modules(remove_duplicate=False)}
     dim = result.sequence_dim if plan.sequence_parallel and not plan.compiled else None
+    if dim is not None and result.block.least_dims <= dim + 1:
+        dim = None  # some of its kind are called with tokens one after the other, without a dim for them
 
     def named(block: str, inner: str) -> str:
         return first[id(whole[plain_name(f"{block}.{inner}".rstrip("."))])]

@@ -74,6 +74,8 @@ class Model(LightningModule):
                 x = block(x, how=self.way)
             elif self.way == "mask":
                 x = block(x, mask=torch.arange(len(x)) > 1)
+            elif self.way == "rows" and i == 1:  # tokens of all samples, one after the other
+                x = block(x.flatten(0, 1)).view_as(x)
             elif self.way == "tuple":
                 x, _ = block((x, 0))
             elif self.way == "text":
@@ -108,7 +110,7 @@ def _fit(layout: Layout, way: str) -> tuple[list[float], int]:
     return losses.seen, module.blocks[0].up.weight.numel()
 
 
-PATHS = ["plain", "depth", "keyword", "text", "own number", "twice", "moved"]
+PATHS = ["plain", "depth", "keyword", "text", "own number", "twice", "moved", "rows"]
 NUMBERS = ["limit", "branch", "mask", "state", "tuple", "hook", "limit of gradients"]
 
 
