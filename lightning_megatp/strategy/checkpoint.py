@@ -198,11 +198,9 @@ class CheckpointMethods(LoadingMethods):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _put_modules(self, checkpoint: dict[str, Any]) -> None:
-        """In place of split ones, among the hyperparameters, what one device saves."""
-        module, outlines = self._module(), self._parallel().outlines
-        key = module.CHECKPOINT_HYPER_PARAMS_KEY
-        if self.is_global_zero and outlines is not None and key in checkpoint:
-            checkpoint[key] = outlines.put_into(checkpoint[key], module, checkpoint.get("state_dict", {}))
+        """In place of split ones what one device saves."""
+        if self.is_global_zero and (outlines := self._parallel().outlines) is not None:
+            outlines.put_into(checkpoint, self._module().CHECKPOINT_HYPER_PARAMS_KEY)
 
     def _state_dict(self) -> dict[str, Any]:
         """What this rank has of the model; of what is divided its rows, also where an exception left it gathered."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a LightningModule that keeps its network among its hyperparameters."""
+"""Checkpoints of a LightningModule that keeps its network among its hyperparameters, or puts modules there itself."""
 
 from __future__ import annotations
 
@@ -122,3 +122,69 @@ def test_a_folder_leaves_modules_out(tmp_path: Path) -> None:
     said, _ = run_ranks(2, save, LAYOUTS["tp2-folder"], str(tmp_path))
     assert any("leave out the hyperparameter `net`" in text for text in said)
     assert any("leave out the hyperparameter `more`" in text for text in said)
+
+
+class Written(LightningModule):
+    """As those of PyTorch Forecasting: a checkpoint has its loss, a metric, and they are taken from there."""
+
+    def __init__(self, taken: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 6))
+        self.specials, self.taken = nn.ModuleDict({"mean": MeanMetric(), "loss": nn.MSELoss()}), taken
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.specials["loss"](self.net(batch), batch)
+        self.specials["mean"](loss.detach(), len(batch))
+        self.log("mean", self.specials["mean"], on_step=False, on_epoch=True)
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["specials"] = [dict(self.specials.items()), self.net[0]]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        (specials, _) = checkpoint["specials"]
+        if self.taken:
+            for name, module in specials.items():
+                self.specials[name] = module
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(3)).double()
+        return torch.utils.data.DataLoader(rows, batch_size=8)
+
+
+def write(rank: int, world_size: int, layout: dict[str, Any], folder: str, taken: bool) -> list[float]:
+    strategy: Any = "auto"
+    found = []
+    options: dict[str, Any] = {"accelerator": "cpu", "precision": "64-true", "use_distributed_sampler": False, **QUIET}
+    for epochs in (1, 2):
+        if layout:
+            from lightning_megatp import MegaTPStrategy
+
+            strategy = MegaTPStrategy(**{"summary": False, **layout})
+        torch.manual_seed(0)
+        trainer = Trainer(devices=world_size, strategy=strategy, max_epochs=epochs, **options)
+        path = Path(folder, f"{epochs - 1}.ckpt") if epochs > 1 else None
+        trainer.fit(Written(taken), ckpt_path=path, weights_only=False)
+        trainer.save_checkpoint(Path(folder, f"{epochs}.ckpt"))
+        found.append(float(trainer.callback_metrics["mean"]))
+    return found
+
+
+def write_one(taken: bool) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return write(0, 1, {}, folder, taken)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "zero3"])
+def test_modules_that_a_hook_puts_there_are_those_of_one_device(layout: str, taken: bool, tmp_path: Path) -> None:
+    expected = run_reference(write_one, taken)
+    found = run_ranks(2, write, LAYOUTS[layout], str(tmp_path), taken)
+    assert all(x == pytest.approx(expected, rel=1e-9) for x in found), (found, expected)
+    checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=False)
+    specials, up = checkpoint["specials"]
+    assert type(specials["mean"]) is MeanMetric and type(specials["loss"]) is nn.MSELoss and type(up) is nn.Linear
+    assert torch.equal(up.weight, checkpoint["state_dict"]["net.0.weight"])
