@@ -950,6 +950,10 @@ class Selecting(Block):
             return self.up(x_BLD[chosen_BL].mean(0)).sum(-1) * x_BLD[:, chosen_BL.all(0)]
         if self.how == "a number":
             return super().forward(x_BLD) * float(x_BLD[chosen_BL].mean())
+        if self.how == "a pair by numbers":  # Autoformer's delays
+            shifts = x_BLD.mean((0, 2)).topk(2).indices
+            rolled_BLD = [x_BLD.roll(-int(shifts[i]), 1) for i in range(2)]
+            return super().forward(sum(rolled_BLD)), self.up(rolled_BLD[shifts.tolist()[0] % 2]).pow(2).mean()
         out_BLD = torch.zeros_like(x_BLD)
         for mask_BL in (chosen_BL, ~chosen_BL):
             if mask_BL.any():
@@ -968,13 +972,17 @@ class Routed(GPT):
         self.blocks[0] = Selecting(how)
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
-        x, *aux = out if isinstance(out := self.blocks[0](self.embed(batch[0])), tuple) else (out,)
+        out, aux = self.blocks[0](self.embed(batch[0])), []
+        if "pair" in self.blocks[0].how:  # type: ignore[operator]
+            x, *aux = out
+        else:
+            x = out
         for block in list(self.blocks)[1:]:
             x = block(x)
         return self.head(self.norm(x)).pow(2).mean() + sum(aux)
 
 
-@pytest.mark.parametrize("how", ["a pair", "changed in place", "fewer", "a number"])
+@pytest.mark.parametrize("how", ["a pair", "changed in place", "fewer", "a number", "a pair by numbers"])
 def test_values_may_be_read_inside_of_an_early_unit(how: str) -> None:
     """What it returns is found out with made-up ones, or taken to be hidden states; the run holds it to that."""
     torch.manual_seed(0)

@@ -10,7 +10,13 @@ from lightning_megatp.containers import tensors_in
 from lightning_megatp.pipeline.slicing.dry_run.call import Call
 from lightning_megatp.pipeline.slicing.dry_run.ending import Ending
 from lightning_megatp.pipeline.slicing.dry_run.fakes import Fakes
-from lightning_megatp.pipeline.slicing.dry_run.guesses import Guesses, guess_unit, guessed_where_they_fail, parts_of
+from lightning_megatp.pipeline.slicing.dry_run.guesses import (
+    Guesses,
+    guess_unit,
+    guessed_where_they_fail,
+    parts_of,
+    returns_alike,
+)
 from lightning_megatp.pipeline.slicing.dry_run.inside import Inside
 from lightning_megatp.pipeline.slicing.dry_run.manner import Manner
 from lightning_megatp.pipeline.slicing.dry_run.provenance import Maker, Provenance
@@ -147,21 +153,25 @@ class Evaluator:
         return call.name in SHAPE_ONLY
 
     def _look_inside(self, call: Call) -> Any:
-        self.inside = inside = Inside(call, self._values, self._fakes, self._provenance)
+        guesses_parts = self._manner.guesses_parts
+        self.inside = inside = Inside(call, self._values, self._fakes, self._provenance, not guesses_parts)
         parts = parts_of(call.function) if call.is_unit and not call.collects else []
         call.deeds.inside, call.deeds.compared = inside.deeds, False
         try:
             with (
-                guessed_where_they_fail(parts if self._manner.guesses_parts else [], inside.missed_by),
+                guessed_where_they_fail(parts if guesses_parts else [], inside.missed_by),
                 inside,
                 self._fakes.inside(),
                 watched(call.hooks, inside, self._provenance.note_hook),
             ):
                 out = call.function(*call.args, **call.kwargs)
+            if inside.read_numbers and not returns_alike(call, out):
+                assert inside.missed is not None
+                raise inside.missed
         except Exception as error:
             if isinstance(error, SliceError) or not inside.missed_by(error):
                 raise
-            if parts and not self._manner.guesses_parts:
+            if parts and not guesses_parts:
                 raise ReadsValues(str(error)) from error
             if inside.missed is None:
                 raise

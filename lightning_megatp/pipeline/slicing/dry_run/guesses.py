@@ -90,11 +90,27 @@ def guessed_where_they_fail(parts: list[nn.Module], needs_values: Callable[[Exce
 
 def guess_unit(call: Call) -> Any:
     """The result of a unit inside of which values are read; None if there is nothing to go by."""
-    hidden = next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
+    hidden = _hidden(call)
     packed = any(isinstance(x, PackedSequence) for x in call.args)
     if call.collects or packed or hidden is None or hidden.dim() < 2:
         return None
     return guess(call.function, hidden)
+
+
+def returns_alike(call: Call, out: Any) -> bool:
+    """Whether a unit that read made-up numbers returns hidden states of the shape that it was given: then they hardly
+    are sizes of what it returns.
+
+    Args:
+        call: the unit's.
+        out: what it returned.
+    """
+    hidden, made = _hidden(call), next((x for x in tensors_in(out) if x.is_floating_point()), None)
+    return hidden is not None and made is not None and made.shape == hidden.shape
+
+
+def _hidden(call: Call) -> Tensor | None:
+    return next((value.fake for value in call.inputs if value.tensor.is_floating_point()), None)
 
 
 def metric_learns(metric: Any) -> bool:
