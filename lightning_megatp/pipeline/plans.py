@@ -141,7 +141,7 @@ class Plans:
             of = f"`{names[0]}`" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
             self._say_once(
                 "hooks",
-                f"a forward hook on {of} keeps what it sees. With pp > 1 it is called once for each microbatch, on the"
+                f"a hook on {of} keeps what it sees. With pp > 1 it is called once for each microbatch, on the"
                 " block's own stage: what it keeps of other stages' blocks is not on global rank 0, which logs. Put it"
                 " together by `all_gather_object` in a callback, or return it from the block and log it in the step.",
             )

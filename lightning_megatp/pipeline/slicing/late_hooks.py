@@ -26,7 +26,7 @@ from lightning_megatp.tensor.shards import gathered
 
 @dataclass(frozen=True)
 class Hook:
-    """A forward hook, or one before a forward, of the user's."""
+    """A hook on a module, of the user's."""
 
     module: nn.Module
     holder: dict[int, Callable[..., Any]]
@@ -52,14 +52,8 @@ class UserHooks:
         self._module = module
 
     def of(self, unit: str) -> list[Hook]:
-        """The user's hooks on a unit and its parts, in an order that is the same on all stages."""
-        return [
-            hook
-            for module in self._module.get_submodule(unit).modules()
-            for holder in (module._forward_pre_hooks, module._forward_hooks)
-            for hook in [Hook(module, holder, key, call) for key, call in holder.items()]
-            if not is_frameworks(without_arguments(hook.call), "transformers")
-        ]
+        """The user's hooks around forwards of a unit and its parts, in an order that is the same on all stages."""
+        return self._found(unit, lambda module: (module._forward_pre_hooks, module._forward_hooks))
 
     def keeping(self, units: Iterable[str], handed_on: Collection[Any]) -> list[str]:
         """The modules with hooks that keep what they see, for later than the step.
@@ -69,8 +63,21 @@ class UserHooks:
             handed_on: codes of those that keep it for the step.
         """
         names = {id(x): name for name, x in self._module.named_modules()}
-        hooks = (hook for unit in units for hook in self.of(unit) if hook.code not in handed_on and keeps(hook.code))
+        found = (hook for unit in units for hook in (*self.of(unit), *self._of_backward(unit)))
+        hooks = (hook for hook in found if hook.code not in handed_on and keeps(hook.code))
         return list(dict.fromkeys(names[id(hook.module)] for hook in hooks))
+
+    def _of_backward(self, unit: str) -> list[Hook]:
+        return self._found(unit, lambda module: (module._backward_pre_hooks, module._backward_hooks))
+
+    def _found(self, unit: str, holders: Callable[[nn.Module], Iterable[dict[int, Callable[..., Any]]]]) -> list[Hook]:
+        return [
+            hook
+            for module in self._module.get_submodule(unit).modules()
+            for holder in holders(module)
+            for hook in [Hook(module, holder, key, call) for key, call in holder.items()]
+            if not is_frameworks(without_arguments(hook.call), "transformers")
+        ]
 
     def late(self, unit: str, codes: Collection[Any]) -> LateCalls:
         """The calls, after a unit, of its hooks with one of these codes."""

@@ -419,7 +419,7 @@ class Slicer:
             yield
 
     def keeping_hooks(self, plan: SlicePlan) -> list[str]:
-        """The modules of units with forward hooks of the user's that keep what they see, and not for the step."""
+        """The modules of units with hooks of the user's that keep what they see, and not for the step."""
         return self._around.hooks.keeping(self._around.stage_of_unit, plan.late_hooks)
 
     def calls_decided_by(self, mode: Decides) -> contextlib.AbstractContextManager[None]:

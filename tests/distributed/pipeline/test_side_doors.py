@@ -158,6 +158,8 @@ class Looks(Model):
             match self.habit:
                 case "keeps":
                     block.fc1.register_forward_hook(functools.partial(keep, self.kept, str(i)))
+                case "backward":
+                    block.fc1.register_full_backward_hook(functools.partial(keep, self.kept, str(i)))
                 case "counts":
                     block.register_forward_hook(self.count)
                 case "changes":
@@ -269,11 +271,14 @@ def _compare(layout: Layout, kind: Callable[[str], Model], habit: str, options: 
             torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(("habit", "name"), [("keeps", "blocks.0.fc1"), ("counts", "blocks.0"), ("changes", None)])
+@pytest.mark.parametrize(
+    ("habit", "name"),
+    [("keeps", "blocks.0.fc1"), ("counts", "blocks.0"), ("backward", "blocks.0.fc1"), ("changes", None)],
+)
 def test_hooks_that_keep_what_other_stages_do_not_see_are_named(habit: str, name: str | None) -> None:
     said, _ = run_program(Layout(pp=2), _looking, habit)
-    assert (f"a forward hook on `net.{name}` (and 3 more) keeps what it sees" in said) == (name is not None)
-    assert "forward hook" not in run_program(PLAIN, _looking, habit)[0]
+    assert (f"a hook on `net.{name}` (and 3 more) keeps what it sees" in said) == (name is not None)
+    assert "a hook on" not in run_program(PLAIN, _looking, habit)[0]
 
 
 HOOKED = [
