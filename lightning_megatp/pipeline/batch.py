@@ -169,6 +169,8 @@ class BatchRun:
         rows, compares = self.results.rows[microbatch] if several else 0, several and self.warns is not None
         ends = last and self.whole is None  # else the step ends in its tail
         counting = self._counting(microbatch, rows, compares) if ends else None
+        if counting is not None and several:
+            counting.note_early(received)
         if compares and not last and self.whole is None and self.remote is None and self.is_training:
             counting = Averages((), self._closed, rows, compares, self._buffers)
         with contextlib.ExitStack() as stack:

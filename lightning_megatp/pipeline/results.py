@@ -78,7 +78,8 @@ class Results:
         for number in _numbers(result) if averages is not None else ():
             if (count := counting.count_of(number)) is not None:
                 self._counts[id(number)] = count
-        self.logged.append([call.beside(loss if isinstance(loss, Tensor) else None, averages) for call in calls])
+        made = loss if isinstance(loss, Tensor) else None
+        self.logged.append([call.beside(made, averages, self.rows[microbatch]) for call in calls])
         own = None if self.loss_weight is None else self.loss_weight(self.batches[microbatch])
         self.loss.add(microbatch, loss, counting, own)
         units = counting.units_of(loss)

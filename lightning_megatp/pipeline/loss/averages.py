@@ -9,7 +9,7 @@ a masked language model, of a masked autoencoder (`(loss * mask).sum() / mask.su
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,6 +90,8 @@ class Averages(TorchFunctionMode):
         """By the identity of a number: itself, the one that it is the inverse of, and a Python factor."""
         self._shares: dict[int, tuple[Tensor, Tensor]] = {}
         """By the identity of a table: itself, and the count that it was divided by before it is added up."""
+        self._early: dict[int, Tensor] = {}
+        """By their identity, numbers that earlier stages have made."""
         self._kept: list[Any] = []
         """What averages are over, kept alive so that its address means it."""
 
@@ -97,6 +99,14 @@ class Averages(TorchFunctionMode):
         """What a number was made of; None if nothing is known."""
         found = self._made.get(id(number))
         return None if found is None else found[1]
+
+    def note_early(self, numbers: Iterable[Tensor]) -> None:
+        """Earlier stages have made these, of what isn't seen here."""
+        self._early.update((id(x), x) for x in numbers if x.numel() == 1 and x.is_floating_point())
+
+    def is_early(self, number: Any) -> bool:
+        """Whether an earlier stage has made a number."""
+        return id(number) in self._early
 
     def count_of(self, number: Any) -> Tensor | float | None:
         """How many values a number is an average of, as `Made.count`; None for one sample's of all."""

@@ -1,4 +1,5 @@
-"""Terms of the loss that stages before the last one make: the last one gets numbers, and can't see of what they are."""
+"""Numbers that stages before the last one make, for the loss or to be logged: the last one can't see of what they
+are."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from lightning_megatp.pipeline.loss.averages import Averages
 
 
 class EarlyTerms:
-    """Numbers with a gradient that a stage hands on, of one batch, and that are no averages over its samples."""
+    """Numbers that a stage hands on, of one batch, and that are no averages over its samples."""
 
     def __init__(self) -> None:
         self._made: defaultdict[Hashable, list[tuple[Tensor, str]]] = defaultdict(list)
         """What crosses -> by microbatch, the number, and the operation that made something else of averages, or
         compared samples."""
+        self._learns = False
+        """Whether gradients come back through any."""
 
     def note(self, counting: Averages, sent: Iterable[tuple[Hashable, Tensor]]) -> None:
         """After a microbatch.
@@ -28,19 +31,25 @@ class EarlyTerms:
         for key, x in sent:
             made = counting.made(x)
             by = counting.compared if made is None else made.bent or counting.compared
-            if by and x.requires_grad and x.numel() == 1:
+            if by and x.is_floating_point() and x.numel() == 1:
                 self._made[key].append((x.detach(), by))
+                self._learns |= x.requires_grad
 
     def text(self) -> str:
         """What is to be said after all microbatches; "" for nothing, as of a norm of weights, which is the same in
         all. Waits for a GPU."""
         for made in self._made.values():
             first, by = made[0]
-            if not all(first.allclose(x, rtol=1e-6, atol=0.0) for x, _ in made):
-                return (
-                    "a stage before the last one hands on a number, which the loss may take, and which is no average"
-                    f" over its samples (by `{by}`). A pipeline makes one of every microbatch, and the batch's loss is"
-                    " the mean of what comes of them; one device makes one of the batch. If that matters, use"
-                    " whole_loss=True, or let it be an average."
-                )
+            if all(first.allclose(x, rtol=1e-6, atol=0.0) for x, _ in made):
+                continue
+            takes, what, other = _OF_LOSS if self._learns else _OF_LOGS
+            return (
+                f"a stage before the last one hands on a number, which {takes}, and which is no average over its"
+                f" samples (by `{by}`). A pipeline makes one of every microbatch, and {what} is the mean of what comes"
+                f" of them; one device makes one of the batch. If that matters, {other}."
+            )
         return ""
+
+
+_OF_LOSS = "the loss may take", "the batch's loss", "use whole_loss=True, or let it be an average"
+_OF_LOGS = "is logged, maybe", "what is logged of the batch", "log a torchmetrics object, or use whole_loss=True"

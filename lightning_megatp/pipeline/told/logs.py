@@ -63,18 +63,23 @@ class Call:
     made_by: str | None = None
     """The module's name of a torchmetrics object that gave this number for its batch."""
 
-    def beside(self, loss: Tensor | None, averages: Averages | None) -> Call:
+    def beside(self, loss: Tensor | None, averages: Averages | None, rows: int) -> Call:
         """This call, compared with what its microbatch made.
 
         Args:
             loss: its own.
             averages: of the step; None if they don't matter.
+            rows: its samples. What an earlier stage has made is taken for an average over them, whatever the loss is
+                one of, unless a batch size was logged with it.
         """
         device, call = self.value.device, replace(self, given=None)
         if loss is not None and loss.numel() == 1:
             call = replace(call, is_loss=(self.value == scalar(loss, device)))
         made = None if averages is None else averages.made(self.given)
         number = None if averages is None else averages.count_of(self.given)
+        if averages is not None and number is None and self.size is None and averages.is_early(self.given):
+            count = scalar(rows, device)
+            return replace(call, count=count, over=count)
         if made is not None and number is not None:
             count = scalar(number, device)
             call = replace(call, count=count, over=torch.where(scalar(made.empty, device) > 0, 0.0, count))

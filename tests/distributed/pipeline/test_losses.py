@@ -346,6 +346,54 @@ def test_what_only_later_batches_show_is_said() -> None:
     assert any(found[name][2] for found in run_program(PP2, _fit, names, False, 8) for name in names)
 
 
+class Early(Lit):
+    """Logs what it makes of hidden states of the first stage, beside a loss of marked tokens."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__(SAME["sum / count"], False)
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        x, t, m = batch
+        early = self.net[0](x)
+        loss = SAME["sum / count"](self.net[1:](early), t, m)
+        self.log("mean", early.abs().mean())
+        self.log("detached", early.detach().square().mean(-1).sqrt().mean())
+        used = F.one_hot(early.argmax(-1).flatten(), 8).double().mean(0)
+        self.log("perplexity", torch.exp(-(used * (used + 1e-10).log()).sum()))
+        if self.automatic_optimization:
+            return loss
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        return None
+
+    validation_step = None  # type: ignore[assignment]
+
+
+def _logs_early(layout: Layout, by_hand: bool) -> tuple[dict[str, float], str]:
+    torch.manual_seed(2)
+    x, t = torch.randn(2, 8, 5, 3, dtype=torch.float64)
+    m = torch.rand(8, 5) < torch.linspace(0.3, 1, 8)[:, None]
+    trainer = make_trainer(layout, strategy={"plan": None})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Early(by_hand), DataLoader(TensorDataset(x, t, m), batch_size=8))
+    return {k: float(v) for k, v in trainer.callback_metrics.items()}, " ".join(str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_an_early_stage_makes_is_logged_as_an_average_over_samples(by_hand: bool) -> None:
+    ((expected, _),) = run_program(PLAIN, _logs_early, by_hand)
+    (found, _), (_, said) = run_program(PP2, _logs_early, by_hand)  # said by the stage that makes it
+    assert found.keys() == expected.keys() == {"mean", "detached", "perplexity"}
+    assert {k: x for k, x in found.items() if k != "perplexity"} == pytest.approx(
+        {k: x for k, x in expected.items() if k != "perplexity"}, rel=1e-9
+    )
+    assert "hands on a number, which is logged, maybe" in said and "(by `exp`)" in said
+    assert found["perplexity"] != pytest.approx(expected["perplexity"], rel=1e-3)
+
+
 def _of_other_copy(layout: Layout) -> list[str]:
     torch.manual_seed(2)
     x, t = torch.randn(2, 16, 5, 3, dtype=torch.float64)
