@@ -30,6 +30,7 @@ from lightning_megatp.plan.styles import StyleLike, as_mapping, read_plan
 from lightning_megatp.plan.units import find_units
 from lightning_megatp.random_states import random_state_kept
 from lightning_megatp.tensor.attention import ParallelAttention, no_fused_paths
+from lightning_megatp.tensor.attention_maps import return_whole_maps
 from lightning_megatp.tensor.bare import bare_layer, run_as_step
 from lightning_megatp.tensor.context import Region, TensorContext
 from lightning_megatp.tensor.conv1d import column_kind, row_kind
@@ -283,6 +284,7 @@ class ParallelismPlugin:
             swapped.whole_parameters = frozenset(layer.whole)
         run_as_step(module, [modules[layer.owner] for layer in plan.layers.values() if layer.by_function], context)
         no_fused_paths(module)
+        return_whole_maps(module)
         for attribute in plan.attributes:
             setattr(modules[attribute.module], attribute.attribute, attribute.by_rank[context.rank])
         for name, style in plan.sequences.items():

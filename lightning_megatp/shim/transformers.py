@@ -40,6 +40,28 @@ def collecting() -> dict[str, list[Any]]:
     return {name: entries for name, entries in held.items() if isinstance(entries, list)} if held else {}
 
 
+def collects_attentions() -> bool:
+    """Whether a model runs that was asked for attention weights (`output_attentions=True`)."""
+    return any("attentions" in name for name in _collected() or ())
+
+
+def attention_recorders(module: nn.Module) -> list[tuple[nn.Module, int]]:
+    """The modules of whose results models take attention weights when they are asked for them, and at which index. A
+    registry without a public name has, by the class of a model, what it can record: by name a class, the name of one,
+    or an `OutputRecorder`, or several (5.23)."""
+    registry: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_CAN_RECORD_REGISTRY", None)
+    found = {}
+    for model in filter(is_pretrained, module.modules()) if registry is not None else ():
+        for specs in (x for key, x in registry.get(model).items() if "attentions" in key):
+            for spec in specs if isinstance(specs, list) else [specs]:
+                kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
+                suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
+                for name, part in model.named_modules():
+                    if (kind and isinstance(part, kind)) or (suffix and name.endswith(suffix)):
+                        found[id(part)] = part, getattr(spec, "index", 1) if not isinstance(spec, (type, str)) else 1
+    return list(found.values())
+
+
 def asked_for(around: Sequence[nn.Module]) -> tuple[dict[str, Any], int]:
     """What `collecting` is about, for `collected_for` in another process: lists without their entries, and which of the
     modules around a layer made its hooks, and those of all its parts."""
