@@ -55,8 +55,13 @@ def flows_forward(
     n_stages: int,
     example: Example,
     device: torch.device,
+    unused: Collection[str] = (),
 ) -> bool:
-    """Whether a step can run on these stages, as far as that can be found out."""
+    """Whether a step can run on these stages, as far as that can be found out.
+
+    Args:
+        unused: units that it doesn't call, wherever it could not be followed.
+    """
     if example.batch is None:
         return True
     batch = apply_to_collection(example.batch, Tensor, lambda x: x.to(device))
@@ -70,7 +75,9 @@ def flows_forward(
     finally:
         slicer.close()
     called = {unit for operation in plan.operations for unit in operation.units}
-    unseen = [unit for unit in stage_of_unit if plan.ended and unit not in called]  # these may come after the end
+    unseen = [
+        unit for unit in stage_of_unit if plan.ended and unit not in called and unit not in unused
+    ]  # these may come after the end
     return all(stage_of_unit[unit] == n_stages - 1 for unit in unseen)
 
 

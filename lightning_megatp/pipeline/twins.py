@@ -17,7 +17,8 @@ from lightning_megatp.pipeline.observed import flows_forward
 from lightning_megatp.pipeline.slicing.order import UnitsOfStep
 from lightning_megatp.plan.units import common_end
 from lightning_megatp.shim.lightning import trainer_of
-from lightning_megatp.user_hooks import mentions, users_hooks
+from lightning_megatp.steps import StepKind
+from lightning_megatp.user_hooks import codes_of, mentions, users_hooks
 
 
 def with_twins(
@@ -30,7 +31,7 @@ def with_twins(
 ) -> dict[str, int] | None:
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
-    units = step.order
+    units, unnamed = step.order, _unnamed(parallel.module, step)
     twins = _twins_of(parallel, step, device)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
@@ -39,7 +40,7 @@ def with_twins(
     together = [pair for pair in step.together if twins.keys().isdisjoint(pair)]
     found = assign(leaders, n_stages, both, together=together)
     stage_of_unit = {unit: found[twins.get(unit, unit)] for unit in units}
-    return stage_of_unit if flows_forward(parallel, stage_of_unit, n_stages, example, device) else None
+    return stage_of_unit if flows_forward(parallel, stage_of_unit, n_stages, example, device, unnamed) else None
 
 
 def warn_of_pairs(
@@ -78,7 +79,20 @@ def _twins_of(parallel: ParallelModule, step: UnitsOfStep, device: torch.device)
         with torch.no_grad():
             return parallel.context.exchange.reduce(x.to(device)).cpu()
 
-    return frozen_twins(parallel.module, step.order, step.untrained, parallel.whole_shape, added)
+    untrained = step.untrained | _unnamed(parallel.module, step)
+    return frozen_twins(parallel.module, step.order, untrained, parallel.whole_shape, added)
+
+
+def _unnamed(module: nn.Module, step: UnitsOfStep) -> set[str]:
+    """Units that a step does not use, though it was not followed to its end: it was not seen to call them, and its code
+    does not name the network of the LightningModule in which they are."""
+    hook = StepKind.first_of(trainer_of(module).state.fn).method
+    hooks = [name for name in (hook, "forward") if any(True for _ in codes_of(module, name))]
+    if hook not in hooks:
+        return set()
+    networks = {unit.partition(".")[0] for unit in step.idle}
+    named = {name for name in networks if any(mentions(module, [name], hook) for hook in hooks)}
+    return {unit for unit in step.idle if unit.partition(".")[0] not in named}
 
 
 def frozen_twins(
