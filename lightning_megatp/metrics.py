@@ -82,17 +82,20 @@ class LastStageMetrics:
         self._counts_resets = True
         self._batches = 0
         self.resets: list[float] = []
-        """How often each metric was reset since the last batch: what it computes now is something else than before."""
+        """How often each metric was reset, or called by a hook, since the last batch: what it computes now is something
+        else than before."""
         self._left: dict[str, int] = {}
         """Key -> number of batches that were over then."""
 
     def open(self) -> None:
-        """Stand in for the `compute` and `reset` of every metric, until `close`."""
+        """Stand in for the `compute` of every metric, and follow what changes it, until `close`."""
         metrics = list(_metrics_of(self._module))
         self.resets = [0.0] * len(metrics)
         for index, (_, metric) in enumerate(metrics):
             self._detours.append(Detour(metric, "compute", functools.partial(self._compute, index)))
-            self._detours.append(Detour(metric, "reset", functools.partial(self._reset, index)))
+            change = functools.partial(self._change, index)
+            # one that is called resets itself, computes, and then puts back what it had
+            self._detours += [Detour(metric, method, change) for method in ("reset", "forward")]
 
     def close(self) -> None:
         """Give the metrics their own methods back."""
@@ -127,9 +130,10 @@ class LastStageMetrics:
         finally:
             self._apart, self._counts_resets = before
 
-    def _reset(self, index: int, reset: Callable[[], Any]) -> None:
-        reset()
+    def _change(self, index: int, method: Callable[[], Any]) -> Any:
+        result = method()
         self.resets[index] += self._counts_resets
+        return result
 
     def _compute(self, index: int, compute: Callable[[], Any]) -> Any:
         if self._apart:

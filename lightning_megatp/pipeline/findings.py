@@ -26,7 +26,7 @@ from lightning_megatp.pipeline.slicing.plan import SlicePlan
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.tail_check import End, Finding, TailCheck
 from lightning_megatp.pipeline.told.aggregates import Aggregates
-from lightning_megatp.pipeline.told.logs import Logs
+from lightning_megatp.pipeline.told.logs import Call, Logs
 from lightning_megatp.pipeline.whole_loss import has_order
 from lightning_megatp.random_states import host_seeded, is_random_state, random_state, seeded
 from lightning_megatp.shim.compiler import uncompiled
@@ -176,7 +176,8 @@ class Findings:
         return all(self._of_copies(so))
 
     def compare(self, check: TailCheck, step: Step, seed: int, loss: Tensor | None, results: Results) -> None:
-        """After a batch run its step's tail on all samples, which leaves no trace, and compare.
+        """After a batch run its step's tail on all samples, which leaves no trace, and compare; once more if Python
+        numbers differ, which may be times.
 
         Args:
             step: in its contexts.
@@ -184,7 +185,7 @@ class Findings:
             loss: the batch's, by its microbatches; None in evaluation.
             results: of these.
 
-        Communication: an object all-gather over dp.
+        Communication: an object all-gather over dp, and one over dp and tp.
         """
         ways: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # of what nobody asked for: it may be no part of a batch's
@@ -199,13 +200,19 @@ class Findings:
             early = check.before_tail()
         self._found += early
         known = [end for end in ends if end is not None]
-        if early or not known or len(known) < len(ends):
-            return
-        end = functools.reduce(End.known, known)
-        if loss is not None:
-            losses = list(results.loss.losses.values())
-            self._found[:] = check.of_loss(end.loss, loss, losses, self._found)
-        self._found += check.of_logs(end.calls, results.of_batch)
+        others: list[tuple[Call, Call]] = []
+        if not early and known and len(known) == len(ends):
+            end = functools.reduce(End.known, known)
+            if loss is not None:
+                losses = list(results.loss.losses.values())
+                self._found[:] = check.of_loss(end.loss, loss, losses, self._found)
+            others = check.other_logs(end.calls, results.of_batch)
+        again: End | None = None
+        asks = any(not isinstance(x.given, Tensor) for x, _ in others)
+        if any(self._mesh.exchange(asks, "dp", "tp")):
+            with contextlib.suppress(Exception):
+                again = self._end(check, step, seed, ways[0])
+        self._found += check.of_logs(others, again.calls if again is not None else None)
 
     def _end(self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor]) -> End | None:
         """What the tail makes of values that are put together; None if it draws random numbers."""

@@ -140,8 +140,8 @@ class TailCheck:
             return others
         return [Finding(known, f"{text} {end}"), *others]
 
-    def of_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> Sequence[Finding]:
-        """What is to be said of what is logged for the batch.
+    def other_logs(self, calls: Sequence[Call], logged: Sequence[Call]) -> list[tuple[Call, Call]]:
+        """What is logged for the batch, and differs.
 
         Args:
             calls: of `self.log` in the tail.
@@ -149,9 +149,24 @@ class TailCheck:
         """
         times = Counter(call.entry.name for call in calls)
         by_name = {call.entry.name: call for call in logged}
-        numbers = [x for x in calls if isinstance(x.given, Tensor) and x.entry.has_value]  # others may be times
+        numbers = [x for x in calls if x.entry.has_value and x.entry.metric is None]
         pairs = [(x, by_name[x.entry.name]) for x in numbers if x.entry.name in by_name and times[x.entry.name] == 1]
-        found = [(x, other) for x, other in pairs if _differ(x.value, other.value, dtype=x.entry.dtype)]
+        return [(x, other) for x, other in pairs if _differ(x.value, other.value, dtype=x.entry.dtype)]
+
+    def of_logs(self, others: Sequence[tuple[Call, Call]], again: Sequence[Call] | None) -> Sequence[Finding]:
+        """What is to be said of what is logged for the batch.
+
+        Args:
+            others: `other_logs`.
+            again: calls of `self.log` in the tail, when it was run once more; None if it wasn't. Python numbers that
+                are others then are times.
+        """
+        steady = {x.entry.name: x.value for x in again or ()}
+        found = [
+            (x, other)
+            for x, other in others
+            if isinstance(x.given, Tensor) or _is_same(x.value, steady.get(x.entry.name))
+        ]
         if not found:
             return []
         texts = [f"`{x.entry.name}` {' and '.join(_texts(x.value, other.value))}" for x, other in found]

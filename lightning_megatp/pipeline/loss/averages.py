@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatp.pipeline.loss.functions import (
     CLAMPS,
     COMPARISONS,
+    CONSTANTS,
     DIVISIONS,
     DOTS,
     EMPTY,
@@ -316,9 +317,9 @@ class Averages(TorchFunctionMode):
             return result
         operands = list(_operands(args, kwargs))
         known = [found for x in operands if (found := self.made(x)) is not None]
-        if not known or self._is_table_with_constants(operands):
-            return func(*args, **kwargs)
         name = func.__name__
+        if not known or name in CONSTANTS or self._is_table_with_constants(operands):
+            return func(*args, **kwargs)
         if name in DIVISIONS and len(args) == 2 and not kwargs:
             if not self._bends(*args):
                 return self._divided(func, *args)

@@ -49,6 +49,8 @@ RESHAPES = frozenset(
 JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 LIKE = frozenset(["to", "type_as", "view_as", "expand_as"])
 """Whose second tensor is an example: its values are not used."""
+CONSTANTS = frozenset(["ones_like", "zeros_like", "full_like", "empty_like", "new_ones", "new_zeros", "new_full"])
+"""What they return is made of no value of their tensor's."""
 _FIRST_TWO = ("input", "target")
 LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {
     F.cross_entropy: (*_FIRST_TWO, "weight", "size_average", "ignore_index", "reduce", "reduction"),

@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+NEXT_TO_NOTHING = 1e-12
+"""What a count of nothing that was taken for something is among others: where a batch has nothing to average, as where
+all of its microbatches have not, one device divides by something, and its loss is a number."""
+
 
 @dataclass(frozen=True, eq=False)
 class Average:
@@ -95,9 +99,9 @@ class Average:
             )
         none = (self.value == 0) & (by <= 1)  # a count of nothing is often taken for 1, or for less
         if isinstance(by, Tensor):
-            count, number = torch.where(none, 0.0, by), None
+            count, number = torch.where(none, torch.where(by != 0, NEXT_TO_NOTHING, 0.0), by), None
         else:
-            count, number = none.logical_not() * float(by), float(by)
+            count, number = torch.where(none, NEXT_TO_NOTHING, float(by)), float(by)
         return replace(self, by="sum / count", value=value, count=count, over=over, divisor=number, empty=empty)
 
     def divisor_counts(self, rows: int, batch: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatp.pipeline.loss.averages import Averages, scalar
-from lightning_megatp.pipeline.loss.made import Average, Made
+from lightning_megatp.pipeline.loss.made import NEXT_TO_NOTHING, Average, Made
 from lightning_megatp.pipeline.tail_check import IfItDiffers
 
 
@@ -87,7 +87,7 @@ class BatchLoss:
         first, first_rows = self._elements
         if isinstance(first, Tensor):
             first = first.double()
-            return chosen.count * torch.where(first > 0, first_rows / first, torch.ones_like(first))
+            return chosen.count * torch.where(first > NEXT_TO_NOTHING, first_rows / first, torch.ones_like(first))
         return chosen.count * (first_rows / first) if first else chosen.count
 
     def _of_several(self, targets: Sequence[Average], rows: int) -> Tensor | float:
@@ -157,7 +157,8 @@ class BatchLoss:
         empty = [False if (a := self._chosen.get(i)) is None else a.empty for i in range(len(self.rows))]
         counted = (1 - torch.stack([scalar(x, self.device) for x in empty])) * weights
         # one device takes a count of nothing for something, too: once
-        return torch.where(counted.sum() > 0, counted.sum(), weights.max())
+        once = torch.where(weights.max() > NEXT_TO_NOTHING, weights.max(), weights.sum())
+        return torch.where(counted.sum() > 0, counted.sum(), once)
 
     def factor(self, weights: Tensor) -> Tensor:
         """() float64, the one that `share` leaves out."""
@@ -187,7 +188,9 @@ class BatchLoss:
 
     def _different(self, weights: Tensor) -> str:
         losses = torch.stack([self.losses.get(i, torch.ones(())).to(weights) for i in range(len(self.rows))])
-        counted = ((weights != 0) | (losses != 0)).nonzero().flatten().tolist() or list(range(len(self.rows)))
+        counted = ((weights > NEXT_TO_NOTHING) | (losses != 0)).nonzero().flatten().tolist() or list(
+            range(len(self.rows))
+        )
         made = [self._made[i] for i in counted]
         known = [x for x in made if x is not None]
         if not known and "targets" not in self._kinds.values():
