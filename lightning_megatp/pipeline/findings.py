@@ -23,6 +23,7 @@ from lightning_megatp.pipeline.plans import Plans
 from lightning_megatp.pipeline.remote.calls import Serving
 from lightning_megatp.pipeline.results import Results, Step, loss_in
 from lightning_megatp.pipeline.slicing.plan import SlicePlan
+from lightning_megatp.pipeline.slicing.running import Taken
 from lightning_megatp.pipeline.slicing.slicer import Slicer
 from lightning_megatp.pipeline.tail_check import End, Finding, TailCheck
 from lightning_megatp.pipeline.told.aggregates import Aggregates
@@ -194,30 +195,36 @@ class Findings:
         ends: list[End | None] = []
         if all(counts):
             with contextlib.suppress(Exception):  # it may take gradients
-                ends = [self._end(check, step, seed, ways[min(i, len(ways) - 1)]) for i in range(max(counts))]
+                leaves = [ways[min(i, len(ways) - 1)] for i in range(max(counts))]
+                ends = [self._end(check, step, seed, x, check.taken_by(len(check.kept))) for x in leaves]
         early: Sequence[Finding] = []
         with contextlib.suppress(Exception):
             early = check.before_tail()
         self._found += early
         known = [end for end in ends if end is not None]
         others: list[tuple[Call, Call]] = []
+        compared: Sequence[Call] = ()
         if not early and known and len(known) == len(ends):
             end = functools.reduce(End.known, known)
             if loss is not None:
                 losses = list(results.loss.losses.values())
                 self._found[:] = check.of_loss(end.loss, loss, losses, self._found)
-            others = check.other_logs(end.calls, results.of_batch)
+            compared = end.calls
+            others = check.other_logs(compared, results.of_batch)
         again: End | None = None
         asks = any(not isinstance(x.given, Tensor) for x, _ in others)
         if any(self._mesh.exchange(asks, "dp", "tp")):
             with contextlib.suppress(Exception):
                 again = self._end(check, step, seed, ways[0])
         self._found += check.of_logs(others, again.calls if again is not None else None)
+        self._found += check.of_sums(results.logged, compared)
 
-    def _end(self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor]) -> End | None:
+    def _end(
+        self, check: TailCheck, step: Step, seed: int, leaves: Sequence[Tensor], taken: Taken | None = None
+    ) -> End | None:
         """What the tail makes of values that are put together; None if it draws random numbers."""
         group, sharding = self._parallel.default_group, self._parallel.sharding if check.takes_parameters else None
-        run, taken = self._slicer.run, check.taken_by(len(check.kept))
+        run = self._slicer.run
         tail = functools.partial(run, check.plan, check.stage, step, check.batch, leaves, seed, taken=taken)
         with (
             self._metrics.apart(),

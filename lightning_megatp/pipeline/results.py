@@ -79,7 +79,7 @@ class Results:
             if (count := counting.count_of(number)) is not None:
                 self._counts[id(number)] = count
         made = loss if isinstance(loss, Tensor) else None
-        self.logged.append([call.beside(made, averages, self.rows[microbatch]) for call in calls])
+        self.logged.append([call.beside(made, averages, self.rows[microbatch], sum(self.rows)) for call in calls])
         own = None if self.loss_weight is None else self.loss_weight(self.batches[microbatch])
         self.loss.add(microbatch, loss, counting, own)
         units = counting.units_of(loss)

@@ -7,6 +7,7 @@ without a backward: its loss, and what it logs, are one device's, whatever they 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,6 +154,23 @@ class TailCheck:
         pairs = [(x, by_name[x.entry.name]) for x in numbers if x.entry.name in by_name and times[x.entry.name] == 1]
         return [(x, other) for x, other in pairs if _differ(x.value, other.value, dtype=x.entry.dtype)]
 
+    def of_sums(self, logged: Sequence[Sequence[Call]], known: Sequence[Call]) -> Sequence[Finding]:
+        """What is to be said of sums over samples that are logged, and of which nobody knows the batch's, as of those
+        that a module makes of its samples.
+
+        Args:
+            logged: by each microbatch.
+            known: calls of `self.log` in the tail.
+        """
+        settled = {x.entry.name for x in known}
+        ways: dict[str, set[str]] = {}
+        for call in itertools.chain(*logged):
+            is_loss = call.is_loss is not None and bool(call.is_loss)  # of which is said elsewhere
+            if not is_loss and call.entry.options.get("reduce_fx", "mean") == "mean" and call.entry.name not in settled:
+                ways.setdefault(call.entry.name, set()).add(call.sums)
+        found = [(name, *how) for name, how in ways.items() if len(how) == 1 and "" not in how]
+        return [Finding((f"sum {name}",), _SUMS.format(name, how, len(logged))) for name, how in found]
+
     def of_logs(self, others: Sequence[tuple[Call, Call]], again: Sequence[Call] | None) -> Sequence[Finding]:
         """What is to be said of what is logged for the batch.
 
@@ -231,6 +249,11 @@ _LOGGED = (
     "`self.log` is given other numbers for a batch on one device than its {} microbatches come to, which are no"
     " averages over samples: {}. Log a torchmetrics object, which counts over microbatches, or use"
     " `MegaTPStrategy(whole_loss=True)`."
+)
+_SUMS = (
+    "`self.log({!r}, ...)` is given {} over the samples of a microbatch, and logs the mean of these for a batch. If one"
+    " device does the same with all samples, its number is {} times as large: divide by what a microbatch holds"
+    " (`len(x)`), or by what it counts."
 )
 _MOST_NAMES = 4
 _ROUNDING = 1e-3

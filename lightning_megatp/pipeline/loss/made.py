@@ -175,6 +175,20 @@ class Made:
         """The cross-entropies over different targets."""
         return [a for a in self.distinct if a.of_targets and a.count is not None]
 
+    def sums(self, rows: int, batch: int) -> str:
+        """How it is a sum over samples, of which nothing shows that microbatches' are to be added up; "" if it isn't.
+        Reads no values.
+
+        Args:
+            rows: the samples of a microbatch.
+            batch: those of the batch.
+        """
+        if self.of and all(a.count is None and not (a.adds or a.of_sample) for a in self.of):
+            return "a sum"
+        constant = (a.divisor for a in self.of if a.empty is False and not a.divisor_counts(rows, batch))
+        divisor = next(constant, None)
+        return "" if divisor is None else f"a sum divided by {divisor:g}"
+
     @property
     def empty(self) -> Tensor | bool:
         """() bool, whether what it weighs by is a count of nothing that was taken for something."""

@@ -62,14 +62,17 @@ class Call:
     """The batch size that was logged with it."""
     made_by: str | None = None
     """The module's name of a torchmetrics object that gave this number for its batch."""
+    sums: str = ""
+    """How it is a sum over a microbatch's samples that may not add up, see `Made.sums`."""
 
-    def beside(self, loss: Tensor | None, averages: Averages | None, rows: int) -> Call:
+    def beside(self, loss: Tensor | None, averages: Averages | None, rows: int, batch: int) -> Call:
         """This call, compared with what its microbatch made.
 
         Args:
             loss: its own.
             averages: of the step; None if they don't matter.
-            rows: its samples. What an earlier stage has made is taken for an average over them, whatever the loss is
+            batch: the samples of the batch.
+            rows: its own. What an earlier stage has made is taken for an average over them, whatever the loss is
                 one of, unless a batch size was logged with it.
         """
         device, call = self.value.device, replace(self, given=None)
@@ -80,6 +83,8 @@ class Call:
         if averages is not None and number is None and self.size is None and averages.is_early(self.given):
             count = scalar(rows, device)
             return replace(call, count=count, over=count)
+        if made is not None:
+            call = replace(call, sums=made.sums(rows, batch))
         if made is not None and number is not None:
             count = scalar(number, device)
             call = replace(call, count=count, over=torch.where(scalar(made.empty, device) > 0, 0.0, count))

@@ -248,6 +248,58 @@ def test_others_are_not_and_nothing_is_left(layout: Layout) -> None:
             assert name == "drawn" or f1 == pytest.approx(expected[name][3], rel=1e-6)  # a number that it gave
 
 
+class Scores(nn.Module):
+    """Of all samples: a sum, by a unit (a CRF's)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y: Tensor, t: Tensor) -> Tensor:
+        return (self.scale * (y - t)).square().sum()
+
+
+class Numbers(Lit):
+    """Logs Python numbers and times, and what a unit adds up."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(F.mse_loss)
+        self.scores, self.how = Scores(), how
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, t = batch
+        y = self.net(x)
+        if self.how == "numbers":
+            hits = (y.argmax(1) == t.argmax(1))[t[:, 0] > 0].tolist()
+            self.log("val_hits", sum(hits) / max(len(hits), 1))
+            self.log("val_rows", float(len(x)))
+            self.log("val_mean", F.mse_loss(y, t).item())
+            self.log("val_time", time.perf_counter())
+        elif self.how == "sums":
+            self.log("val_sum", self.scores(y, t))
+            self.log("val_third", self.scores(y, t) / 3.0)
+        else:
+            self.log("val_each", self.scores(y, t) / len(y))
+            self.log("val_added", self.scores(y, t), reduce_fx="sum")
+
+
+def _numbers(layout: Layout, how: str) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, strategy={"plan": None}).fit(Numbers(how), _data(), _data())
+    return " ".join(str(w.message) for w in caught if "is given" in str(w.message))
+
+
+def test_python_numbers_are_compared_and_sums_of_units_are_said() -> None:
+    numbers, *_ = run_program(PP2, _numbers, "numbers")
+    assert "`val_hits` " in numbers and "`val_rows` 8 and 2" in numbers
+    assert not any(name in numbers for name in ("val_mean", "val_time"))
+    sums, *_ = run_program(PP2, _numbers, "sums")
+    assert "`self.log('val_sum', ...)` is given a sum over" in sums
+    assert "`self.log('val_third', ...)` is given a sum divided by 3 over" in sums and "4 times as large" in sums
+    assert run_program(PP2, _numbers, "others")[0] == ""
+
+
 CONSTANT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a table of as many rows": lambda lit, y, t: ((y - t) @ lit.table.T).square().mean(),
     "weights of terms": lambda lit, y, t: ((y - t)[:, :4].square() * lit.mix.softmax(0)).sum(1).mean(),
