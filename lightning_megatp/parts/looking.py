@@ -158,6 +158,7 @@ class Looking(TorchFunctionMode):
                 self._coupled.note(name, result, coupled)
             return result
         part = next((part for part in parts if part.parted), parts[0])
+        self._positions.check_meeting(given)
         how = self._by_position(name, args, kwargs)
         if how == "done":
             return args[0]
@@ -183,6 +184,9 @@ class Looking(TorchFunctionMode):
             raise _failed(name, part, part.spec) from error
         if how == "read":
             self._positions.note(part.what.replace("`", ""), name, result)
+        of_first = self._part(args[0]) if args else None
+        spec = None if of_first is None else of_first.spec
+        self._positions.follow(part.what.replace("`", ""), spec, name, args, result)
         for x in known:
             if x.source is not None and x.version is not None:
                 x.version.number = tensor_version(x.source)

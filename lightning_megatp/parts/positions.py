@@ -4,6 +4,7 @@ its own. Values put there go where they belong; what else is written so is refus
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _DIM_SECOND = operation_names("split split_with_sizes chunk tensor_split")
 """Whose dim comes after these."""
 _BY_POSITION = _DIM_FIRST | _DIM_SECOND | operation_names("__getitem__ __setitem__")
 _COPIES = operation_names("index_select gather take_along_dim")
+_RESHAPES = operation_names("view reshape unflatten view_as reshape_as")
 _OTHER = object()
 _ALL = (slice(None), slice(0, None), slice(None, None, 1))
 
@@ -39,10 +41,50 @@ class Positions:
         self._rank = rank
         self._views: Any = WeakIdKeyDictionary()
         """Some of this rank's rows -> whose they are."""
+        self._reshaped: Any = WeakIdKeyDictionary()
+        """This rank's rows in a shape of more dims -> whose they are, and the first dim of those that rows became
+        (heads)."""
 
     def concern(self, name: str) -> bool:
-        """Whether an operation may be one of those that `carry_out` or `check_view` look for."""
-        return name in _BY_POSITION or (bool(self._views) and is_in_place(name))
+        """Whether an operation may be one of those that the others look for."""
+        return name in _BY_POSITION or name in _RESHAPES or bool(self._views or self._reshaped)
+
+    def follow(self, what: str, spec: ShardedTensorSpec | None, name: str, args: Any, result: Any) -> None:
+        """After an operation.
+
+        Args:
+            what, spec, name, args: as for `carry_out`.
+            result: of the operation.
+        """
+        if not isinstance(result, Tensor):
+            return
+        if name in _RESHAPES and spec is not None and (dim := _dim_of_heads(result, spec, self._rank)) is not None:
+            self._reshaped[result] = what, dim
+        elif self._reshaped and name not in _RESHAPES:
+            same = (x for x in args if isinstance(x, Tensor) and x in self._reshaped and x.shape == result.shape)
+            if (x := next(same, None)) is not None and x is not result:
+                self._reshaped[result] = self._reshaped[x]
+
+    def check_meeting(self, given: Iterable[Any]) -> None:
+        """Refuse that heads, counted by a rank, meet numbers for each head, which are those of all ranks.
+
+        Args:
+            given: to an operation.
+
+        Raises:
+            RuntimeError: it would do that.
+        """
+        if not self._reshaped:
+            return
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        of_heads = next((x for x in tensors if x in self._reshaped), None)
+        if of_heads is None:
+            return
+        what, dim = self._reshaped[of_heads]
+        for x in tensors:
+            at = dim - of_heads.dim()
+            if x not in self._reshaped and x.dim() >= -at and x.shape[at] > 1:
+                raise _refused("puts other numbers beside its rows in another shape (heads)", what)
 
     def carry_out(
         self, what: str, spec: ShardedTensorSpec | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -114,6 +156,17 @@ class Positions:
         own = torch.cat([chosen[start:stop] for start, stop in spec.by_rank[self._rank]] or [chosen[:0]])
         x[(slice(None),) * spec.dim + (own.to(x.device),)] = value
         return "done"
+
+
+def _dim_of_heads(reshaped: Tensor, spec: ShardedTensorSpec, rank: int) -> int | None:
+    """The first dim of those that the split one has become in another shape of all that a rank has; None if it is one
+    still."""
+    own, n = spec.spec(rank).local_shape, 1
+    for dim, size in enumerate(reshaped.shape):
+        if n == math.prod(own[: spec.dim]):
+            return None if size == own[spec.dim] or reshaped.numel() != math.prod(own) else dim
+        n *= size
+    return None
 
 
 def _at(index: Any, spec: ShardedTensorSpec) -> Any:

@@ -145,6 +145,7 @@ class WeightWatch(HookMode):
                 if changed := self._found(x)[0]:
                     raise self._refuse(by, changed)
         before = address_of(args[0]) if sets_data(func) else 0
+        self._positions.check_meeting((*args, *kwargs.values()))
         how = self._positions.carry_out(name, spec, operation, args, kwargs)
         if how == "done":
             return args[0]
@@ -160,6 +161,7 @@ class WeightWatch(HookMode):
             raise
         if how == "read":
             self._positions.note(name, operation, result)
+        self._positions.follow(name, spec, operation, args, result)
         if before and self._by_address is not None and before in self._by_address:
             self._by_address[address_of(args[0])] = self._by_address.pop(before)
         if weight is not None and operation in _FOLLOWED and isinstance(result, Tensor):

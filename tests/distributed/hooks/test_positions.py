@@ -39,6 +39,7 @@ PUTS: dict[str, Callable[[Tensor], Any]] = {
     "index_fill_ of columns": lambda x: x.index_fill_(1, torch.tensor([2, 7]), 0.0),
     "through data": lambda x: _set(x.data, slice(0, 5), 0.0),
     "all": lambda x: _set(x, slice(None), 0.125),
+    "heads, by one number": lambda x: x.view(2, -1, 2).mul_(torch.tensor([[2.0]], dtype=x.dtype)),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a view": lambda x: x[:5].zero_(),
@@ -55,6 +56,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: _set(x.t(), (slice(None), 0), 0.0),
     "torch.nn.init": lambda x: nn.init.zeros_(x[:3]),
     "a block": lambda x: _set(x, (slice(0, 2), slice(0, 2)), 0.0),
+    "numbers of heads": lambda x: x.view(2, -1, 2).mul_(torch.tensor([0.5, 2.0], dtype=x.dtype)[:, None, None]),
+    "numbers of heads, and back": lambda x: x.copy_((x.reshape(2, -1, 2) * 2 * torch.ones(2, 1, 1)).reshape(x.shape)),
     "a mask of rows": lambda x: x.mul_(torch.ones(2 * len(x), 1, dtype=x.dtype)),
 }
 WHERE = ["gradient", "before the optimizer", "accumulated", "weight", "momentum"]
