@@ -75,6 +75,8 @@ class LayerParameters(dict[str, Any]):
             dict.__setitem__(copied, name, twin)
             if id(parameter) in self.context.sharded:
                 self.context.sharded[id(twin)] = self.context.sharded[id(parameter)]
+                # or what comes to have its identity, when the copy is gone, would be taken for split
+                weakref.finalize(twin, self.context.sharded.pop, id(twin), None).atexit = False
         return copied
 
     def __reduce__(self) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +73,12 @@ def _run(rank: int, world_size: int) -> None:
     found: ParallelModule = compare(Sound, PLAN, [sound], _call)
     layers = found.module
     assert len(found.sharded) == 18 and isinstance(layers.up, nn.ConvTranspose1d)
+    known = dict(found.sharded)
+    copied = copy.deepcopy(layers)
+    assert len(found.sharded) > len(known)
+    del copied
+    gc.collect()
+    assert found.sharded == known, "what comes to have the identity of a copy that is gone would be taken for split"
     assert (layers.grouped.groups, layers.grouped.in_channels, layers.grouped.out_channels) == (4, 12, 16)
     if world_size == 2:
         shapes = [tuple(p.shape) for p in (layers.grouped.weight, layers.up.weight, layers.up.bias)]
