@@ -75,9 +75,8 @@ def flows_forward(
     finally:
         slicer.close()
     called = {unit for operation in plan.operations for unit in operation.units}
-    unseen = [
-        unit for unit in stage_of_unit if plan.ended and unit not in called and unit not in unused
-    ]  # these may come after the end
+    # what was not seen may come after the end
+    unseen = [unit for unit in stage_of_unit if plan.ended and unit not in called and unit not in unused]
     return all(stage_of_unit[unit] == n_stages - 1 for unit in unseen)
 
 

@@ -188,9 +188,8 @@ class BatchLoss:
 
     def _different(self, weights: Tensor) -> str:
         losses = torch.stack([self.losses.get(i, torch.ones(())).to(weights) for i in range(len(self.rows))])
-        counted = ((weights > NEXT_TO_NOTHING) | (losses != 0)).nonzero().flatten().tolist() or list(
-            range(len(self.rows))
-        )
+        holds = weights > NEXT_TO_NOTHING * sum(self.rows)
+        counted = (holds | (losses != 0)).nonzero().flatten().tolist() or list(range(len(self.rows)))
         made = [self._made[i] for i in counted]
         known = [x for x in made if x is not None]
         if not known and "targets" not in self._kinds.values():
