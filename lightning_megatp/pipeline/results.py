@@ -78,8 +78,9 @@ class Results:
         for number in _numbers(result) if averages is not None else ():
             if (count := counting.count_of(number)) is not None:
                 self._counts[id(number)] = count
-        made = loss if isinstance(loss, Tensor) else None
-        self.logged.append([call.beside(made, averages, self.rows[microbatch], sum(self.rows)) for call in calls])
+        own_loss = loss if isinstance(loss, Tensor) else None
+        rows = self.rows[microbatch], sum(self.rows)
+        self.logged.append([call.beside(own_loss, averages, *rows) for call in calls])
         own = None if self.loss_weight is None else self.loss_weight(self.batches[microbatch])
         self.loss.add(microbatch, loss, counting, own)
         units = counting.units_of(loss)

@@ -32,7 +32,7 @@ def with_twins(
     """Unit -> stage, in the order of the units; averaged copies beside what they are copies of. None if there are none:
     frozen units of the same shapes may also be what the trained ones read, and then data would flow backward."""
     units, unnamed = step.order, _unnamed(parallel.module, step)
-    twins = _twins_of(parallel, step, device)
+    twins = _twins_of(parallel, step, unnamed, device)
     leaders = [unit for unit in units if unit not in twins]
     if not twins or len(leaders) < n_stages:
         return None
@@ -47,7 +47,7 @@ def warn_of_pairs(
     parallel: ParallelModule, step: UnitsOfStep, stage_of_unit: Mapping[str, int], device: torch.device
 ) -> None:
     """Warn of averaged copies on other stages than what they are copies of, where a hook may go over both."""
-    twins = _twins_of(parallel, step, device)
+    twins = _twins_of(parallel, step, _unnamed(parallel.module, step), device)
     apart = [unit for unit, twin in twins.items() if stage_of_unit[unit] != stage_of_unit[twin]]
     trainer = trainer_of(parallel.module)
     owners = (parallel.module, *getattr(trainer, "callbacks", ()))
@@ -74,13 +74,14 @@ _PAIRING = frozenset(
 """What hooks are found by that go over two networks."""
 
 
-def _twins_of(parallel: ParallelModule, step: UnitsOfStep, device: torch.device) -> dict[str, str]:
+def _twins_of(
+    parallel: ParallelModule, step: UnitsOfStep, unnamed: Collection[str], device: torch.device
+) -> dict[str, str]:
     def added(x: Tensor) -> Tensor:
         with torch.no_grad():
             return parallel.context.exchange.reduce(x.to(device)).cpu()
 
-    untrained = step.untrained | _unnamed(parallel.module, step)
-    return frozen_twins(parallel.module, step.order, untrained, parallel.whole_shape, added)
+    return frozen_twins(parallel.module, step.order, step.untrained.union(unnamed), parallel.whole_shape, added)
 
 
 def _unnamed(module: nn.Module, step: UnitsOfStep) -> set[str]:

@@ -53,13 +53,18 @@ def attention_recorders(module: nn.Module) -> list[tuple[nn.Module, int]]:
     found = {}
     for model in filter(is_pretrained, module.modules()) if registry is not None else ():
         for specs in (x for key, x in registry.get(model).items() if "attentions" in key):
-            for spec in specs if isinstance(specs, list) else [specs]:
-                kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
-                suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
+            for kind, suffix, index in map(_recorder, specs if isinstance(specs, list) else [specs]):
                 for name, part in model.named_modules():
                     if (kind and isinstance(part, kind)) or (suffix and name.endswith(suffix)):
-                        found[id(part)] = part, getattr(spec, "index", 1) if not isinstance(spec, (type, str)) else 1
+                        found[id(part)] = part, index
     return list(found.values())
+
+
+def _recorder(spec: Any) -> tuple[type | None, str | None, int]:
+    """The class of a recorded module or what its name ends with, and the index of attention weights in its result."""
+    if isinstance(spec, (type, str)):
+        return (spec, None, 1) if isinstance(spec, type) else (None, spec, 1)
+    return spec.target_class, spec.class_name, spec.index
 
 
 def asked_for(around: Sequence[nn.Module]) -> tuple[dict[str, Any], int]:

@@ -15,11 +15,9 @@ class EarlyTerms:
     """Numbers that a stage hands on, of one batch, and that are no averages over its samples."""
 
     def __init__(self) -> None:
-        self._made: defaultdict[Hashable, list[tuple[Tensor, str]]] = defaultdict(list)
+        self._made: defaultdict[Hashable, list[tuple[Tensor, str, bool]]] = defaultdict(list)
         """What crosses -> by microbatch, the number, and the operation that made something else of averages, or
         compared samples."""
-        self._learns = False
-        """Whether gradients come back through any."""
 
     def note(self, counting: Averages, sent: Iterable[tuple[Hashable, Tensor]]) -> None:
         """After a microbatch.
@@ -32,17 +30,16 @@ class EarlyTerms:
             made = counting.made(x)
             by = counting.compared if made is None else made.bent or counting.compared
             if by and x.is_floating_point() and x.numel() == 1:
-                self._made[key].append((x.detach(), by))
-                self._learns |= x.requires_grad
+                self._made[key].append((x.detach(), by, x.requires_grad))
 
     def text(self) -> str:
         """What is to be said after all microbatches; "" for nothing, as of a norm of weights, which is the same in
         all. Waits for a GPU."""
         for made in self._made.values():
-            first, by = made[0]
-            if all(first.allclose(x, rtol=1e-6, atol=0.0) for x, _ in made):
+            first, by, learns = made[0]
+            if all(first.allclose(x, rtol=1e-6, atol=0.0) for x, *_ in made):
                 continue
-            takes, what, other = _OF_LOSS if self._learns else _OF_LOGS
+            takes, what, other = _OF_LOSS if learns else _OF_LOGS
             return (
                 f"a stage before the last one hands on a number, which {takes}, and which is no average over its"
                 f" samples (by `{by}`). A pipeline makes one of every microbatch, and {what} is the mean of what comes"

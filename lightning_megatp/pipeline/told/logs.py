@@ -71,9 +71,9 @@ class Call:
         Args:
             loss: its own.
             averages: of the step; None if they don't matter.
-            batch: the samples of the batch.
-            rows: its own. What an earlier stage has made is taken for an average over them, whatever the loss is
+            rows: its samples. What an earlier stage has made is taken for an average over them, whatever the loss is
                 one of, unless a batch size was logged with it.
+            batch: the samples of the batch.
         """
         device, call = self.value.device, replace(self, given=None)
         if loss is not None and loss.numel() == 1:

@@ -165,7 +165,7 @@ class Evaluator:
                 watched(call.hooks, inside, self._provenance.note_hook),
             ):
                 out = call.function(*call.args, **call.kwargs)
-            if inside.read_numbers and not returns_alike(call, out):
+            if inside.guessed_numbers and not returns_alike(call, out):
                 assert inside.missed is not None
                 raise inside.missed
         except Exception as error:

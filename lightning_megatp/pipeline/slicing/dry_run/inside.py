@@ -34,12 +34,12 @@ class Inside(TorchFunctionMode):
         values: the tensors of the step.
         fakes: evaluates operations.
         provenance: of the tensors.
-        reads_numbers: those that it reads on the host are made up, too.
+        guesses_numbers: those that it reads on the host are made up, too.
     """
 
-    def __init__(self, call: Call, values: Values, fakes: Fakes, provenance: Provenance, reads_numbers: bool) -> None:
+    def __init__(self, call: Call, values: Values, fakes: Fakes, provenance: Provenance, guesses_numbers: bool) -> None:
         super().__init__()
-        self._reads_numbers = reads_numbers
+        self._guesses_numbers = guesses_numbers
         self._call, self._values, self._fakes, self._provenance = call, values, fakes, provenance
         self._lineages = Lineages(values, provenance.alike)
         self._inputs = {id(value.tensor) for value in call.inputs}
@@ -49,8 +49,8 @@ class Inside(TorchFunctionMode):
         self.deeds: list[Deed] = []
         self.missed: NeedsValues | None = None
         """Why results inside had to be made up."""
-        self.read_numbers = False
-        """Whether numbers had to be."""
+        self.guessed_numbers = False
+        """Whether numbers had to be, too."""
         self._answers = 0
 
     def __torch_function__(
@@ -137,9 +137,9 @@ class Inside(TorchFunctionMode):
         assert self.missed is not None
         self._answers += 1
         is_number = name in HOST_READS and name != "__bool__"
-        if (is_number and not self._reads_numbers) or self._answers > _MOST_ANSWERS:
+        if (is_number and not self._guesses_numbers) or self._answers > _MOST_ANSWERS:
             raise self.missed
-        self.read_numbers |= is_number
+        self.guessed_numbers |= is_number
         if name == "__bool__":
             return True
         ones = {id(x): torch.ones(x.shape, dtype=x.dtype, device=x.device) for x in tensors_in(args, kwargs)}
